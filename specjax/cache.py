@@ -1,0 +1,60 @@
+"""The fixed-shape key/value cache: make one, write a window to its scratch slots, commit an accepted path.
+
+Rollback is free: only ``lengths`` says what is real, so dropping tokens is writing a smaller number.
+
+>>> cache = init(num_layers=1, batch=1, capacity=8, num_kv_heads=1, head_dim=1)
+>>> cache = cache._replace(lengths=jnp.array([2]))
+>>> window = jnp.arange(4.0).reshape(1, 4, 1, 1)  # four nodes, [B, T, H, D]
+>>> cache = cache._replace(k=(write(cache.k[0], window, cache.lengths),))
+>>> cache.k[0][0, 0, :, 0].tolist()
+[0.0, 0.0, 0.0, 1.0, 2.0, 3.0, 0.0, 0.0]
+>>> cache = commit(cache, jnp.array([[0, 2, 2, 2]]), jnp.array([2]))  # nodes 0 and 2 were kept
+>>> cache.k[0][0, 0, :4, 0].tolist(), cache.lengths.tolist()
+([0.0, 0.0, 0.0, 2.0], [4])
+"""
+
+import jax
+import jax.numpy as jnp
+
+from specjax.types import Array, KVCache
+
+
+def init(
+    *, num_layers: int, batch: int, capacity: int, num_kv_heads: int, head_dim: int, dtype=jnp.float32,
+    stacked: bool = False,
+) -> KVCache:
+    """An empty cache; ``stacked`` makes one [L, B, H, S, D] array for scanned layers."""
+    shape = (batch, num_kv_heads, capacity, head_dim)
+    def zeros():
+        if stacked:
+            return jnp.zeros((num_layers, *shape), dtype)
+        return tuple(jnp.zeros(shape, dtype) for _ in range(num_layers))
+    return KVCache(k=zeros(), v=zeros(), lengths=jnp.zeros(batch, jnp.int32))
+
+
+def write(layer: Array, window: Array, lengths: Array) -> Array:
+    """Writes window [B, T, H, D] into slots lengths[b] .. lengths[b] + T - 1 of layer [B, H, S, D].
+
+    Slots past the end are dropped: never clamped onto committed ones, as ``dynamic_update_slice`` would.
+    """
+    batch, width = window.shape[:2]
+    rows = jnp.arange(batch)[:, None]
+    slots = lengths[:, None] + jnp.arange(width)
+    return layer.at[rows, :, slots].set(window.astype(layer.dtype), mode="drop")
+
+
+def commit(cache: KVCache, path: Array | None, count: Array) -> KVCache:
+    """Keeps ``count [B]`` window entries: those at ``path [B, T]``, or the first ones when path is None (a chain)."""
+    if path is not None:
+        def move(layer):
+            slots = (cache.lengths[:, None] + path)[:, None, :, None]
+            kept = jnp.take_along_axis(layer, slots, axis=2)
+            return write(layer, jnp.swapaxes(kept, 1, 2), cache.lengths)
+        move_all = jax.vmap(move) if not isinstance(cache.k, tuple) else lambda layers: tuple(map(move, layers))
+        cache = cache._replace(k=move_all(cache.k), v=move_all(cache.v))
+    return cache._replace(lengths=cache.lengths + count)
+
+
+def crop(cache: KVCache, lengths: Array) -> KVCache:
+    """Drops everything past ``lengths [B]``. Never grows a row; a negative length is 0."""
+    return cache._replace(lengths=jnp.clip(lengths, 0, cache.lengths))

@@ -1,0 +1,62 @@
+"""Functions as static arguments of jit: equal by value where they can be, weak where they cannot.
+
+A jit cache compares static arguments with ``==`` and keeps them alive. Closures defeat both: two freshly built
+equal drafters would compile twice, and a closure over a model would live as long as the process.
+"""
+
+import dataclasses
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Bound:
+    """``functools.partial`` over leading positional arguments, compared by value.
+
+    >>> Bound(max, (1,)) == Bound(max, (1,)), Bound(max, (1,))(3)
+    (True, 3)
+    """
+
+    fn: Callable[..., Any]
+    args: tuple[Any, ...]
+
+    def __call__(self, *args, **kwargs):
+        return self.fn(*self.args, *args, **kwargs)
+
+
+def bind(fn: Callable[..., Any], *args: Any) -> Bound:
+    """Fixes the leading arguments of a module-level function; arguments must be hashable."""
+    return Bound(fn, args)
+
+
+class Weak:
+    """A plain function held weakly. The caller of a jitted program keeps the function alive while it is traced."""
+
+    def __init__(self, fn: Callable[..., Any]):
+        self._ref = weakref.ref(fn)
+        self._hash = hash(fn)
+
+    def __call__(self, *args, **kwargs):
+        fn = self._ref()
+        if fn is None:
+            raise ReferenceError("a function of a Model or Drafter was deleted before it was traced; keep it alive")
+        return fn(*args, **kwargs)
+
+    def __hash__(self):
+        return self._hash
+
+    def __eq__(self, other):
+        return isinstance(other, Weak) and self._ref == other._ref
+
+
+def weak(tree: Any) -> Any:
+    """Replaces every plain function in nested tuples and `Bound` values by a `Weak` reference to it."""
+    if isinstance(tree, Bound):
+        return Bound(tree.fn, weak(tree.args))
+    if isinstance(tree, tuple):
+        items = [weak(item) for item in tree]
+        return type(tree)(*items) if hasattr(tree, "_fields") else tuple(items)
+    if callable(tree) and type(tree).__hash__ is object.__hash__ and not isinstance(tree, type):
+        return Weak(tree)
+    return tree
