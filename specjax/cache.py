@@ -39,7 +39,7 @@ def write(layer: Array, window: Array, lengths: Array) -> Array:
     """
     batch, width = window.shape[:2]
     rows = jnp.arange(batch)[:, None]
-    slots = lengths[:, None] + jnp.arange(width)
+    slots = lengths[:, None] + jnp.arange(width)[None]
     return layer.at[rows, :, slots].set(window.astype(layer.dtype), mode="drop")
 
 
