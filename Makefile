@@ -1,0 +1,45 @@
+# Needs Python 3.11+, git and make; everything else goes into .venv.
+#   make demo       a real model, plain and speculative, side by side
+#   make test       the quick tests (about five minutes on two cores)
+#   make test-full  all tests
+#   make lint       ruff and pyright
+PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11 python; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$p; break; }; done)
+VENV ?= .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.stamp
+WORKERS ?= 2
+
+.PHONY: venv demo test test-full lint clean
+.DEFAULT_GOAL := venv
+
+venv: $(STAMP)
+
+$(STAMP): pyproject.toml
+	@test -n "$(PYTHON)" || { echo "specjax needs Python 3.11 or newer; set PYTHON=/path/to/python3"; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
+		echo "This Python cannot make virtual environments. On Debian or Ubuntu: apt-get install python3-venv"; exit 1; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@for try in 1 2 3 4; do \
+		$(BIN)/python -m pip install --quiet --disable-pip-version-check --retries 5 --timeout 60 \
+			-e '.[test,plots,terminal]' && break; \
+		test $$try = 4 && exit 1; \
+		echo "install failed; trying again in $$((try * 10)) s"; sleep $$((try * 10)); \
+	done
+	@touch $@
+
+demo: venv
+	$(BIN)/python scripts/generate.py --demo --compare
+
+test: venv
+	$(BIN)/python -m pytest -n $(WORKERS) -q -m "not full"
+
+test-full: venv
+	$(BIN)/python -m pytest -n $(WORKERS) -q
+
+lint: venv
+	$(BIN)/ruff check .
+	$(BIN)/pyright --pythonpath $(BIN)/python
+
+clean:
+	rm -rf $(VENV) .cache .pytest_cache .ruff_cache .hypothesis build dist *.egg-info
