@@ -1,0 +1,17 @@
+"""The strictest JAX, eight CPU devices, and a compilation cache. Set before jax is imported."""
+
+import os
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+os.environ["JAX_PLATFORMS"] = "cpu"
+if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8".strip()
+
+import jax  # noqa: E402
+
+jax.config.update("jax_numpy_rank_promotion", "raise")
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_compilation_cache_dir", str(ROOT / ".cache" / "jax"))
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
