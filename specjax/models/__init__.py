@@ -1,0 +1,5 @@
+"""Model families and loaders."""
+
+from specjax.models.config import LlamaConfig, RopeScaling
+
+__all__ = ["LlamaConfig", "RopeScaling"]
