@@ -1,0 +1,104 @@
+"""Randomness: which bits decide what, and draws from a law.
+
+Two kinds of noise, never mixed. *Target noise* is a function of (row key, absolute position of the token, token id)
+alone: it makes the text of `match`, of coupled drafts and of plain decoding independent of drafter, K and batch.
+*Round noise* (draft, accept, residual) is keyed by (row key, role, position of the pending token, depth or node):
+every round moves the pending token, so no draw that helped to cut a block is ever used again.
+"""
+
+import enum
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specjax.types import Array
+
+BLOCK = 128  # token ids per block of target noise: a shard of the vocabulary makes only its own blocks
+
+
+class Role(enum.IntEnum):
+    """What a draw is for. Two roles never share bits."""
+
+    TARGET = 0
+    DRAFT = 1
+    ACCEPT = 2
+    RESIDUAL = 3
+
+
+def row_keys(seeds) -> Array:
+    """Keys [B] of rows with the given integer seeds [B], 0 <= seed < 2**32."""
+    return jax.vmap(jax.random.key)(jnp.asarray(np.asarray(seeds, np.uint32)))
+
+
+def fold(keys: Array, *values) -> Array:
+    """Folds integers (scalars, or arrays that broadcast to ``keys``) into typed keys of any shape."""
+    for value in values:
+        value = jnp.broadcast_to(jnp.asarray(value, jnp.uint32), keys.shape)
+        folded = jax.vmap(jax.random.fold_in)(keys.reshape(-1), value.reshape(-1))
+        keys = folded.reshape(keys.shape)
+    return keys
+
+
+def uniform(keys: Array, shape: tuple[int, ...] = ()) -> Array:
+    """Uniform float32 [*keys.shape, *shape] on {0, 2**-24, .., 1 - 2**-24}, one independent array per key."""
+    bits = jax.vmap(lambda key: jax.random.bits(key, shape, jnp.uint32))(keys.reshape(-1))
+    return (bits >> 8).astype(jnp.float32).reshape(*keys.shape, *shape) * jnp.float32(2**-24)
+
+
+def accept_uniforms(keys: Array, positions: Array, num_nodes: int) -> Array:
+    """Accept noise [B, N] of the round whose pending token is at ``positions [B]``."""
+    round_keys = fold(keys, Role.ACCEPT, positions)[:, None]
+    return uniform(fold(jnp.broadcast_to(round_keys, (keys.shape[0], num_nodes)), jnp.arange(num_nodes)))
+
+
+def gumbel(keys: Array, positions: Array, vocab_size: int) -> Array:
+    """Target noise [B, V] for the tokens at absolute ``positions [B]``: standard Gumbel, 32 bits near the top.
+
+    The large values decide who wins, so the uniform is taken where float32 is fine (near 0) and reaches a
+    Gumbel of 22.9; a 23-bit uniform near 1 would cap it at 16.
+    """
+    blocks = -(-vocab_size // BLOCK)
+    block_keys = fold(keys, Role.TARGET, positions)[:, None]
+    block_keys = fold(jnp.broadcast_to(block_keys, (keys.shape[0], blocks)), jnp.arange(blocks))
+    bits = jax.vmap(lambda key: jax.random.bits(key, (BLOCK,), jnp.uint32))(block_keys.reshape(-1))
+    bits = bits.reshape(keys.shape[0], blocks * BLOCK)[:, :vocab_size]
+    v = jnp.minimum((bits.astype(jnp.float32) + 0.5) * jnp.float32(2**-32), jnp.float32(1 - 2**-24))
+    return -jnp.log(-jnp.log1p(-v))
+
+
+def argmax(x: Array) -> Array:
+    """Lowest index of the largest entry along the last axis; 0 where the row has a NaN (two reductions vectorise
+    on CPU, ``jnp.argmax`` does not)."""
+    ids = jnp.arange(x.shape[-1], dtype=jnp.int32)
+    first = jnp.min(jnp.where(x == jnp.max(x, axis=-1, keepdims=True), ids, x.shape[-1]), axis=-1)
+    return jnp.where(first == x.shape[-1], 0, first)
+
+
+def target_draw(keys: Array, positions: Array, probs: Array) -> Array:
+    """The target's own token [B] at absolute ``positions [B]`` under its warped law ``probs [B, V]`` (Gumbel-max)."""
+    return argmax(jnp.log(probs) + gumbel(keys, positions, probs.shape[-1]))
+
+
+def inverse_cdf(weights: Array, u: Array) -> Array:
+    """Draws ids [R] from non-negative ``weights [R, V]`` (any positive scale) with two uniforms per row, ``u [R, 2]``.
+
+    A block of ids is drawn by its mass, then an id inside it with fresh bits: rare tokens keep their probability and
+    no cumulative sum runs over the vocabulary. An id of weight 0 is never drawn. A row without mass gives 0.
+    """
+    rows, vocab = weights.shape
+    block = max(1, 1 << ((vocab - 1).bit_length() + 1) // 2)
+    blocks = -(-vocab // block)
+    weights = jnp.pad(weights, ((0, 0), (0, blocks * block - vocab))).reshape(rows, blocks, block)
+    outer = _pick(jnp.sum(weights, axis=-1), u[:, 0])
+    inner = _pick(jnp.take_along_axis(weights, outer[:, None, None], axis=1)[:, 0], u[:, 1])
+    return outer * block + inner
+
+
+def _pick(mass: Array, u: Array) -> Array:
+    cumulative = jnp.cumsum(mass, axis=-1)
+    ids = jnp.arange(mass.shape[-1], dtype=jnp.int32)
+    above = (mass > 0) & (cumulative > u[:, None] * cumulative[:, -1:])
+    first = jnp.min(jnp.where(above, ids, mass.shape[-1]), axis=-1)
+    last = jnp.max(jnp.where(mass > 0, ids, 0), axis=-1)  # u * total rounded up to the total
+    return jnp.minimum(first, last)

@@ -1,0 +1,194 @@
+"""logits -> sampling law. One function for target, draft, plain decoding and reported log-probabilities.
+
+Order: repetition, then presence and frequency penalties (counts over prompt, committed tokens and the drafted tokens
+a row is conditioned on); logit bias and bans; min_new_tokens; temperature; top-k; top-p on what top-k kept (the token
+that crosses the threshold stays); min-p relative to the largest probability. Ties are decided by rank, the lower id
+first, so a filter never keeps more than it was asked for. Temperature 0 is a point mass at the lowest-index argmax.
+
+A row that has no law (a NaN or +inf logit, or every id at -inf) comes back as NaN: it is reported by the round,
+never turned into a token.
+
+Nothing is sorted: top-k and top-p are thresholds found by bisection over the bits of the float, which is an order
+of magnitude cheaper than a sort of the vocabulary; a filter that no row uses costs nothing.
+
+Sources: repetition penalty, Keskar et al., CTRL, arXiv 1909.05858 (2019); nucleus, Holtzman et al., The Curious Case of
+Neural Text Degeneration, arXiv 1904.09751 (2019); min-p, Nguyen et al., Turning Up the Heat, arXiv 2407.01082 (2024).
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from specjax.noise import argmax
+from specjax.types import Array, Sampling, Text
+
+GREEDY_BELOW = 1e-30  # temperatures under this are 0: logit / T would overflow and every law is a point mass there
+
+
+def warp(
+    logits: Array,
+    sampling: Sampling,
+    text: Text | None = None,
+    drafted: Array | None = None,
+    seen: Array | None = None,
+) -> Array:
+    """The sampling law of each window row.
+
+    Args:
+      logits: [B, T, V], raw.
+      sampling: per-row parameters.
+      text: prompt and committed tokens, counted by the penalties; None counts only what was drafted.
+      drafted: [B, A] drafted tokens that some row is conditioned on.
+      seen: [1 or B, T, A] bool, row t is the law after drafted token a.
+
+    Returns:
+      [B, T, V] float32 probabilities; NaN in rows that have no law.
+    """
+    logits = logits.astype(jnp.float32)
+    batch, width, _ = logits.shape
+    if drafted is None or seen is None:
+        drafted, seen = jnp.zeros((batch, 0), jnp.int32), jnp.zeros((1, width, 0), bool)
+    seen = jnp.broadcast_to(seen, (batch, width, drafted.shape[1]))
+    logits = _penalise(logits, sampling, text, drafted, seen)
+    logits = _bias(logits, sampling)
+    logits = _hold_back_eos(logits, sampling, text, seen)
+    return _law(logits, sampling)
+
+
+def _penalise(logits: Array, sampling: Sampling, text: Text | None, drafted: Array, seen: Array) -> Array:
+    repetition, presence, frequency = (
+        value[:, None, None]
+        for value in (sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty)
+    )
+
+    def penalty(x, count):
+        scaled = jnp.where(x > 0, x / repetition, x * repetition)
+        return jnp.where(count > 0, scaled - presence - frequency * count.astype(jnp.float32), x)
+
+    def apply(logits):
+        batch, width, vocab = logits.shape
+        rows = jnp.arange(batch)[:, None]
+        counts = jnp.zeros((batch, vocab), jnp.int32)
+        if text is not None:
+            real = jnp.arange(text.tokens.shape[1]) < text.lengths[:, None]
+            counts = counts.at[rows, jnp.where(real, text.tokens, vocab)].add(1, mode="drop")
+        penalised = penalty(logits, counts[:, None, :])
+        # Drafted ancestors change the count of a few ids per row: rewrite those entries only.
+        same = (drafted[:, :, None] == drafted[:, None, :]).astype(jnp.int32)
+        extra = jnp.einsum("bta,bac->btc", seen.astype(jnp.int32), same)
+        ids = jnp.broadcast_to(drafted[:, None, :], seen.shape)
+        entries = penalty(
+            jnp.take_along_axis(logits, ids, axis=2), jnp.take_along_axis(counts, drafted, axis=1)[:, None, :] + extra
+        )
+        where = jnp.where(seen, ids, vocab)
+        return penalised.at[rows[:, :, None], jnp.arange(width)[None, :, None], where].set(entries, mode="drop")
+
+    wanted = jnp.any(repetition != 1) | jnp.any(presence != 0) | jnp.any(frequency != 0)
+    return lax.cond(wanted, apply, lambda x: x, logits)
+
+
+def _bias(logits: Array, sampling: Sampling) -> Array:
+    rows = jnp.arange(logits.shape[0])[:, None]
+
+    def apply(logits):
+        return logits.at[rows, :, sampling.bias_ids].add(sampling.bias[:, :, None], mode="drop")
+
+    return lax.cond(jnp.any(sampling.bias != 0), apply, lambda x: x, logits)
+
+
+def _hold_back_eos(logits: Array, sampling: Sampling, text: Text | None, seen: Array) -> Array:
+    emitted = jnp.sum(seen, axis=-1, dtype=jnp.int32)
+    if text is not None:
+        emitted = emitted + (text.lengths - text.prompt_lengths)[:, None]
+    early = emitted < sampling.min_new_tokens[:, None]
+
+    def apply(logits):
+        vocab = logits.shape[-1]
+        ids = jnp.where(early[:, :, None] & (sampling.eos_ids >= 0), sampling.eos_ids, vocab)
+        rows, columns = jnp.arange(logits.shape[0])[:, None, None], jnp.arange(logits.shape[1])[None, :, None]
+        return logits.at[rows, columns, ids].set(-jnp.inf, mode="drop")
+
+    return lax.cond(jnp.any(early), apply, lambda x: x, logits)
+
+
+def _law(logits: Array, sampling: Sampling) -> Array:
+    top = jnp.max(logits, axis=-1, keepdims=True)
+    temperature = sampling.temperature[:, None, None]
+    greedy = temperature < GREEDY_BELOW
+
+    def sampled(_):
+        weights = jnp.exp((logits - top) / jnp.where(greedy, 1.0, temperature))
+        weights = _keep_top_k(logits, weights, jnp.where(greedy[:, :, 0], 0, sampling.top_k[:, None]))
+        weights = _keep_top_p(weights, jnp.where(greedy[:, :, 0], 1.0, sampling.top_p[:, None]))
+        weights = jnp.where(weights >= sampling.min_p[:, None, None], weights, 0.0)  # the largest weight is 1
+        return weights / jnp.sum(weights, axis=-1, keepdims=True)
+
+    law = lax.cond(jnp.all(greedy), jnp.zeros_like, sampled, logits)
+    ids = jnp.arange(logits.shape[-1], dtype=jnp.int32)
+    law = jnp.where(greedy, (ids == argmax(logits)[..., None]).astype(jnp.float32), law)
+    return jnp.where(jnp.isfinite(top), law, jnp.nan)
+
+
+def _keep_top_k(logits: Array, weights: Array, k: Array) -> Array:
+    """Zeroes all but the k [B, 1] first ids in the order (logit descending, id ascending); k = 0 keeps all."""
+    vocab = logits.shape[-1]
+
+    def apply(weights):
+        bits = lax.bitcast_convert_type(logits + 0.0, jnp.int32)  # + 0.0: the two zeros are one
+        keys = jnp.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+        wanted = jnp.where((k > 0) & (k < vocab), k, vocab)[..., None]
+
+        def count(threshold):
+            return jnp.sum(keys >= threshold, axis=-1, keepdims=True, dtype=jnp.int32)
+
+        threshold = _bisect(lambda t: count(t) >= wanted, jnp.full((*keys.shape[:-1], 1), -(2**31), jnp.int32), 32)
+        ties = wanted - jnp.sum(keys > threshold, axis=-1, keepdims=True, dtype=jnp.int32)
+        return jnp.where((keys > threshold) | _first(keys == threshold, ties), weights, 0.0)
+
+    return lax.cond(jnp.any((k > 0) & (k < vocab)), apply, lambda w: w, weights)
+
+
+def _keep_top_p(weights: Array, p: Array) -> Array:
+    """Keeps the shortest prefix, in the order (weight descending, id ascending), that has at least mass p [B, 1]."""
+
+    def apply(weights):
+        keys = lax.bitcast_convert_type(weights, jnp.int32)  # monotone: weights are not negative
+
+        def mass(kept):
+            return jnp.sum(jnp.where(kept, weights, 0.0), axis=-1, keepdims=True)
+
+        wanted = p[..., None] * mass(weights >= 0)
+        threshold = _bisect(lambda t: mass(keys >= t) >= wanted, jnp.zeros((*keys.shape[:-1], 1), jnp.int32), 31)
+        missing = wanted - mass(keys > threshold)
+        ties = jnp.ceil(missing / lax.bitcast_convert_type(threshold, jnp.float32))
+        ties = jnp.clip(ties, 1, weights.shape[-1]).astype(jnp.int32)
+        kept = (keys > threshold) | _first(keys == threshold, ties)
+        return jnp.where(kept | (p[..., None] >= 1), weights, 0.0)
+
+    return lax.cond(jnp.any(p < 1), apply, lambda w: w, weights)
+
+
+def _bisect(enough, low: Array, bits: int) -> Array:
+    """The largest int32 threshold that is ``enough`` (true for ``low``, never true again once false)."""
+
+    def step(i, threshold):
+        candidate = threshold + lax.shift_left(jnp.int32(1), bits - 1 - i)  # from -2**31 the first step wraps to 0
+        return jnp.where(enough(candidate), candidate, threshold)
+
+    return lax.fori_loop(0, bits, step, low)
+
+
+def _first(tied: Array, count: Array) -> Array:
+    """The first ``count [.., 1]`` true entries of ``tied [.., V]``."""
+
+    def some(tied):
+        ids = jnp.arange(tied.shape[-1], dtype=jnp.int32)
+        bits = max(1, tied.shape[-1].bit_length())
+        cut = _bisect(
+            lambda end: jnp.sum(tied & (ids < end), axis=-1, keepdims=True, dtype=jnp.int32) <= count,
+            jnp.zeros_like(count), bits,
+        )
+        return tied & (ids < cut)
+
+    total = jnp.sum(tied, axis=-1, keepdims=True, dtype=jnp.int32)
+    return lax.cond(jnp.any(total > count), some, lambda tied: tied, tied)
