@@ -1,3 +1,59 @@
-"""Speculative decoding for JAX: faster text, the same text."""
+"""Speculative decoding for JAX: a drafter proposes, the target verifies, the text is the target's own."""
 
 __version__ = "0.1.0"
+
+from specjax import drafters
+from specjax.accept import accept
+from specjax.autoregressive import plain
+from specjax.generate import Stream, generate, stream
+from specjax.models.language_model import LanguageModel
+from specjax.noise import row_keys
+from specjax.options import make_sampling
+from specjax.result import Generation
+from specjax.round import Limits, Round, State, no_limits, prefill, round
+from specjax.stats import Counts, Stats
+from specjax.types import (
+    Acceptance,
+    Committed,
+    Drafter,
+    KVCache,
+    Model,
+    ModelOutput,
+    Proposal,
+    Sampling,
+    Sparse,
+    Text,
+)
+from specjax.warp import warp
+
+__all__ = [
+    "Acceptance",
+    "Committed",
+    "Counts",
+    "Drafter",
+    "Generation",
+    "KVCache",
+    "LanguageModel",
+    "Limits",
+    "Model",
+    "ModelOutput",
+    "Proposal",
+    "Round",
+    "Sampling",
+    "Sparse",
+    "State",
+    "Stats",
+    "Stream",
+    "Text",
+    "accept",
+    "drafters",
+    "generate",
+    "make_sampling",
+    "no_limits",
+    "plain",
+    "prefill",
+    "round",
+    "row_keys",
+    "stream",
+    "warp",
+]

@@ -18,6 +18,7 @@ match      draws the target's own token from target noise and follows the draft 
 from typing import NamedTuple
 
 import chex
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -63,7 +64,7 @@ def accept(
 
 def check_keys(keys: Array) -> None:
     """Refuses keys whose bits depend on how they are batched (rbg under vmap) and raw uint32 keys."""
-    if not jnp.issubdtype(keys.dtype, jnp.dtype("uint32")) and "fry" in str(keys.dtype):
+    if jnp.issubdtype(keys.dtype, jax.dtypes.prng_key) and "fry" in str(keys.dtype):
         chex.assert_rank(keys, 1)
         return
     raise ValueError(f"keys have dtype {keys.dtype}: give typed threefry keys [B], jax.random.key(seed) per row")
@@ -98,11 +99,15 @@ def _draft_law(proposal: Proposal, node: Array, vocab: int) -> Array:
     rows = jnp.arange(node.shape[0])
     law = proposal.probs
     if law is None:
-        return (jnp.arange(vocab) == proposal.tokens[rows, node][:, None]).astype(jnp.float32)
+        return (jnp.arange(vocab)[None] == proposal.tokens[rows, node][:, None]).astype(jnp.float32)
     if isinstance(law, Sparse):
-        ids = jnp.broadcast_to(law.ids, law.probs.shape)[rows, node]
+        ids = _ids(law)[rows, node]
         return jnp.zeros((node.shape[0], vocab)).at[rows[:, None], ids].add(law.probs[rows, node], mode="drop")
     return law[rows, node]
+
+
+def _ids(law: Sparse) -> Array:
+    return jnp.broadcast_to(law.ids[None, None] if law.ids.ndim == 1 else law.ids, law.probs.shape)
 
 
 def _draft_mass(proposal: Proposal) -> Array:
@@ -111,7 +116,7 @@ def _draft_mass(proposal: Proposal) -> Array:
     if law is None:
         return jnp.ones(tokens.shape)
     if isinstance(law, Sparse):
-        return jnp.sum(jnp.where(law.ids == tokens[..., None], law.probs, 0.0), axis=-1)
+        return jnp.sum(jnp.where(_ids(law) == tokens[..., None], law.probs, 0.0), axis=-1)
     return jnp.take_along_axis(law, tokens[..., None], axis=-1)[..., 0]
 
 
@@ -125,7 +130,7 @@ def _draw(keys: Array, positions: Array, weights: Array) -> Array:
 
 
 def _chain_path(num_accepted: Array, width: int) -> Array:
-    return jnp.minimum(jnp.arange(width), num_accepted[:, None])
+    return jnp.minimum(jnp.arange(width)[None], num_accepted[:, None])
 
 
 def _rejection(keys: Array, proposal: Proposal, target_probs: Array, positions: Array):
@@ -150,7 +155,8 @@ def _reject_chain(keys: Array, proposal: Proposal, target_probs: Array, position
 
 def _leading(flags: Array) -> Array:
     """Length of the leading run of true entries."""
-    return jnp.sum(jnp.cumprod(flags.astype(jnp.int32), axis=-1), axis=-1)
+    size = flags.shape[-1]
+    return jnp.min(jnp.where(flags, size, jnp.arange(size, dtype=jnp.int32)[None]), axis=-1, initial=size)
 
 
 class _Walk(NamedTuple):
@@ -161,8 +167,8 @@ class _Walk(NamedTuple):
     def step(self, moved: Array, index: Array) -> "_Walk":
         """Appends window ``index`` where ``moved [B]``."""
         last = jnp.where(moved, index, self.last)
-        count = self.count + moved
-        slots = jnp.arange(self.path.shape[1])
+        count = self.count + moved.astype(jnp.int32)
+        slots = jnp.arange(self.path.shape[1])[None]
         return _Walk(last, count, jnp.where(slots >= count[:, None], last[:, None], self.path))
 
 
@@ -215,9 +221,9 @@ def _block(keys: Array, proposal: Proposal, target_probs: Array, positions: Arra
         mass = _excess(prefixes[:, 1:-1], target_probs[:, 1:-1], proposal)
         below = mass + 1.0 - prefixes[:, 1:-1]
         inner = jnp.where(below > 0, mass / jnp.where(below > 0, below, 1.0), 1.0)
-        last = jnp.arange(1, num_nodes) == length[:, None]
+        last = jnp.arange(1, num_nodes)[None] == length[:, None]
         h = jnp.concatenate([jnp.where(last, prefixes[:, 1:-1], inner), h[:, -1:]], axis=1)
-    lengths = jnp.arange(1, width)
+    lengths = jnp.arange(1, width, dtype=jnp.int32)[None]
     passed = (accept_uniforms(keys, positions, num_nodes) < h) & (lengths <= length[:, None])
     num_accepted = jnp.max(jnp.where(passed, lengths, 0), axis=-1, initial=0)
     law = target_probs[rows, num_accepted]
@@ -235,7 +241,7 @@ def _excess(prefixes: Array, p: Array, proposal: Proposal) -> Array:
         own = jnp.take_along_axis(p, proposal.tokens[:, 1:, None], axis=-1)[..., 0]
         return prefixes * jnp.maximum(jnp.sum(p, axis=-1) - own, 0.0)
     if isinstance(law, Sparse):
-        ids = jnp.broadcast_to(law.ids, law.probs.shape)[:, 1:]
+        ids = _ids(law)[:, 1:]
         at_ids = jnp.take_along_axis(p, ids, axis=-1)
         gain = jnp.maximum(prefixes[..., None] * at_ids - law.probs[:, 1:], 0.0) - prefixes[..., None] * at_ids
         return jnp.maximum(prefixes * jnp.sum(p, axis=-1) + jnp.sum(gain, axis=-1), 0.0)
@@ -254,7 +260,7 @@ def _match(keys: Array, proposal: Proposal, target_probs: Array, positions: Arra
         own = target_draw(keys, positions + depth + 1, target_probs[rows, walk.last])
         token = jnp.where(active, own, token)
         child = proposal.valid & (parents + 1 == walk.last[:, None]) & (proposal.tokens == token[:, None])
-        child = jnp.min(jnp.where(child, nodes, width), axis=-1, initial=width)
+        child = jnp.min(jnp.where(child, nodes[None], width), axis=-1, initial=width)
         active = active & (child < width)
         return walk.step(active, child), active, token, depth + 1
 

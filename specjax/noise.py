@@ -11,6 +11,7 @@ import enum
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from specjax.types import Array
 
@@ -49,7 +50,7 @@ def uniform(keys: Array, shape: tuple[int, ...] = ()) -> Array:
 def accept_uniforms(keys: Array, positions: Array, num_nodes: int) -> Array:
     """Accept noise [B, N] of the round whose pending token is at ``positions [B]``."""
     round_keys = fold(keys, Role.ACCEPT, positions)[:, None]
-    return uniform(fold(jnp.broadcast_to(round_keys, (keys.shape[0], num_nodes)), jnp.arange(num_nodes)))
+    return uniform(fold(jnp.broadcast_to(round_keys, (keys.shape[0], num_nodes)), jnp.arange(num_nodes)[None]))
 
 
 def gumbel(keys: Array, positions: Array, vocab_size: int) -> Array:
@@ -60,7 +61,7 @@ def gumbel(keys: Array, positions: Array, vocab_size: int) -> Array:
     """
     blocks = -(-vocab_size // BLOCK)
     block_keys = fold(keys, Role.TARGET, positions)[:, None]
-    block_keys = fold(jnp.broadcast_to(block_keys, (keys.shape[0], blocks)), jnp.arange(blocks))
+    block_keys = fold(jnp.broadcast_to(block_keys, (keys.shape[0], blocks)), jnp.arange(blocks)[None])
     bits = jax.vmap(lambda key: jax.random.bits(key, (BLOCK,), jnp.uint32))(block_keys.reshape(-1))
     bits = bits.reshape(keys.shape[0], blocks * BLOCK)[:, :vocab_size]
     v = jnp.minimum((bits.astype(jnp.float32) + 0.5) * jnp.float32(2**-32), jnp.float32(1 - 2**-24))
@@ -70,7 +71,7 @@ def gumbel(keys: Array, positions: Array, vocab_size: int) -> Array:
 def argmax(x: Array) -> Array:
     """Lowest index of the largest entry along the last axis; 0 where the row has a NaN (two reductions vectorise
     on CPU, ``jnp.argmax`` does not)."""
-    ids = jnp.arange(x.shape[-1], dtype=jnp.int32)
+    ids = lax.broadcasted_iota(jnp.int32, x.shape, x.ndim - 1)
     first = jnp.min(jnp.where(x == jnp.max(x, axis=-1, keepdims=True), ids, x.shape[-1]), axis=-1)
     return jnp.where(first == x.shape[-1], 0, first)
 
@@ -97,7 +98,7 @@ def inverse_cdf(weights: Array, u: Array) -> Array:
 
 def _pick(mass: Array, u: Array) -> Array:
     cumulative = jnp.cumsum(mass, axis=-1)
-    ids = jnp.arange(mass.shape[-1], dtype=jnp.int32)
+    ids = jnp.arange(mass.shape[-1], dtype=jnp.int32)[None]
     above = (mass > 0) & (cumulative > u[:, None] * cumulative[:, -1:])
     first = jnp.min(jnp.where(above, ids, mass.shape[-1]), axis=-1)
     last = jnp.max(jnp.where(mass > 0, ids, 0), axis=-1)  # u * total rounded up to the total

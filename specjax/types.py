@@ -120,3 +120,5 @@ class Drafter(NamedTuple):
     draft: Callable[..., tuple[Proposal, PyTree]]  # (params, keys, state, text, sampling, n) -> (Proposal, state)
     num_draft_tokens: int  # N: sizes the window and the cache headroom
     feature_layers: tuple[int, ...] = ()  # target hidden states it reads, see Model
+    default_rule: str = "match"  # "rejection" for drafters whose proposals carry probabilities
+    context_length: int | None = None  # longest text it can draft for; None: no limit

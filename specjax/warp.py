@@ -15,7 +15,6 @@ Sources: repetition penalty, Keskar et al., CTRL, arXiv 1909.05858 (2019); nucle
 Neural Text Degeneration, arXiv 1904.09751 (2019); min-p, Nguyen et al., Turning Up the Heat, arXiv 2407.01082 (2024).
 """
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -70,7 +69,7 @@ def _penalise(logits: Array, sampling: Sampling, text: Text | None, drafted: Arr
         rows = jnp.arange(batch)[:, None]
         counts = jnp.zeros((batch, vocab), jnp.int32)
         if text is not None:
-            real = jnp.arange(text.tokens.shape[1]) < text.lengths[:, None]
+            real = jnp.arange(text.tokens.shape[1])[None] < text.lengths[:, None]
             counts = counts.at[rows, jnp.where(real, text.tokens, vocab)].add(1, mode="drop")
         penalised = penalty(logits, counts[:, None, :])
         # Drafted ancestors change the count of a few ids per row: rewrite those entries only.
@@ -104,7 +103,7 @@ def _hold_back_eos(logits: Array, sampling: Sampling, text: Text | None, seen: A
 
     def apply(logits):
         vocab = logits.shape[-1]
-        ids = jnp.where(early[:, :, None] & (sampling.eos_ids >= 0), sampling.eos_ids, vocab)
+        ids = jnp.where(early[:, :, None] & (sampling.eos_ids >= 0)[None, None], sampling.eos_ids[None, None], vocab)
         rows, columns = jnp.arange(logits.shape[0])[:, None, None], jnp.arange(logits.shape[1])[None, :, None]
         return logits.at[rows, columns, ids].set(-jnp.inf, mode="drop")
 
@@ -124,7 +123,7 @@ def _law(logits: Array, sampling: Sampling) -> Array:
         return weights / jnp.sum(weights, axis=-1, keepdims=True)
 
     law = lax.cond(jnp.all(greedy), jnp.zeros_like, sampled, logits)
-    ids = jnp.arange(logits.shape[-1], dtype=jnp.int32)
+    ids = jnp.arange(logits.shape[-1], dtype=jnp.int32)[None, None]
     law = jnp.where(greedy, (ids == argmax(logits)[..., None]).astype(jnp.float32), law)
     return jnp.where(jnp.isfinite(top), law, jnp.nan)
 
@@ -182,7 +181,7 @@ def _first(tied: Array, count: Array) -> Array:
     """The first ``count [.., 1]`` true entries of ``tied [.., V]``."""
 
     def some(tied):
-        ids = jnp.arange(tied.shape[-1], dtype=jnp.int32)
+        ids = jnp.arange(tied.shape[-1], dtype=jnp.int32)[None, None]
         bits = max(1, tied.shape[-1].bit_length())
         cut = _bisect(
             lambda end: jnp.sum(tied & (ids < end), axis=-1, keepdims=True, dtype=jnp.int32) <= count,

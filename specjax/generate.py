@@ -1,0 +1,226 @@
+"""generate: the whole loop as one compiled program. stream: the same rounds, one at a time."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specjax import loop, request
+from specjax.models.language_model import LanguageModel
+from specjax.request import Request
+from specjax.result import Detokenizer, Generation, StopStrings, reasons
+from specjax.round import RUNNING, STOP
+from specjax.stats import Counts, Stats
+from specjax.types import Drafter
+
+
+def generate(
+    lm: LanguageModel,
+    prompts: Any,
+    *,
+    drafter: Drafter | None = None,
+    rule: str | None = None,
+    max_new_tokens: int | Sequence[int] = 128,
+    seed: int | Sequence[int] = 0,
+    n: int = 1,
+    chat: bool = False,
+    eos_ids: int | Sequence[int] | None = None,
+    stop: Any = (),
+    logprobs: bool = False,
+    on_capacity: str = "error",
+    prefill_chunk: int = 64,
+    **sampling: Any,
+) -> Generation:
+    """Continues prompts with the target's own words, drafted ahead where a drafter is given.
+
+    Args:
+      lm: what `specjax.load` returned, or ``LanguageModel(model, params)`` around your own.
+      prompts: a string, token ids, a conversation (list of messages, with chat=True), or a list of any of them. ``[]`` is
+        an empty batch. An empty prompt becomes the begin token, if the model has one.
+      drafter: a draft source; None decodes plainly.
+      rule: "rejection", "block" or "match". Default: "rejection" where proposals carry probabilities, "match" for point
+        masses and plain decoding. All are exact. With "match" the text depends on prompt and seed alone; with the others
+        the draws, not their law, may differ between drafters and numbers of draft tokens.
+      max_new_tokens: one number, or one per prompt.
+      seed: an int s gives row i the seed s + i; or one per row. Prompt and seed determine the text: alone, in any batch, at
+        any index.
+      n: samples per prompt; row i * n + j is sample j of prompt i.
+      chat: apply the model's chat template.
+      eos_ids: ids that end a text, default the model's; [] never stops.
+      stop: strings and token sequences (lists of ids) that end a text. Tokens end with the one that completes the match;
+        the text is cut before a stop string. With stop strings the rounds are run from Python.
+      logprobs: report log-probabilities of the emitted tokens, raw and warped.
+      on_capacity: "error" refuses a request that does not fit the model's context; "truncate" cuts its budget, and a row
+        that uses it up ends with "capacity".
+      prefill_chunk: prompt tokens per forward pass.
+      **sampling: temperature (default 0, greedy), top_k, top_p, min_p, repetition_penalty, presence_penalty,
+        frequency_penalty, logit_bias, banned_tokens, min_new_tokens; each one value, or one per prompt. See
+        `specjax.make_sampling`. The same law holds with and without a drafter.
+
+    Raises:
+      ValueError: an option or prompt that cannot be honoured; names it, its value and the remedy.
+      TypeError: an unknown option.
+    """
+    made = request.make(
+        lm, prompts, drafter=drafter, rule=rule, max_new_tokens=max_new_tokens, seed=seed, n=n, chat=chat,
+        eos_ids=eos_ids, stop=stop, logprobs=logprobs, on_capacity=on_capacity, prefill_chunk=prefill_chunk,
+        **sampling,
+    )  # fmt: skip
+    if made is None:
+        depth = 0 if drafter is None else drafter.num_draft_tokens
+        empty = [] if logprobs else None
+        return Generation([], [], [], empty, empty, Stats(jax.tree.map(np.asarray, Counts.zeros(0, depth))))
+    if made.stop_strings:
+        rounds = Rounds(made, lm.tokenizer)
+        for _ in rounds:
+            pass
+        return rounds.result()
+    state = loop.start(made.program, made.weights, made.text, made.keys, made.limits, chunk=made.chunk)
+    state, record = loop.decode(made.program, made.weights, state, made.sampling, made.limits)
+    text, finish, counts, record = jax.device_get((state.text, state.finish, state.counts, record))
+    spans = [slice(start, end) for start, end in zip(text.prompt_lengths, text.lengths, strict=True)]
+
+    def take(values):
+        return [row[span] for row, span in zip(values, spans, strict=True)]
+
+    tokens = [row.tolist() for row in take(text.tokens)]
+    texts = None if lm.tokenizer is None else [lm.tokenizer.decode(row, skip_special_tokens=True) for row in tokens]
+    raw, warped = (take(record.raw), take(record.warped)) if logprobs else (None, None)
+    return Generation(texts, tokens, reasons(finish, made.truncated), raw, warped, Stats(counts))
+
+
+class Rounds:
+    """Rounds of a request driven from Python, one device-to-host transfer each. Iterating yields the new tokens:
+    a list per row of (token, text it completes, came from a draft)."""
+
+    def __init__(self, made: Request, tokenizer: Any):
+        self.request = made
+        rows = made.keys.shape[0]
+        self.tokens: list[list[int]] = [[] for _ in range(rows)]
+        self.texts = ["" for _ in range(rows)]
+        self.finish = np.full(rows, RUNNING)
+        self._logprobs: list[list[tuple[float, float]]] = [[] for _ in range(rows)]
+        self._detokenizers = None if tokenizer is None else [Detokenizer(tokenizer) for _ in range(rows)]
+        self._stops = [StopStrings(made.stop_strings) for _ in range(rows)]
+        self._counts = jax.device_get(Counts.zeros(rows, made.program.drafter.num_draft_tokens))
+        self._state = None
+
+    def __iter__(self) -> Iterator[list[list[tuple[int, str, bool]]]]:
+        made = self.request
+        self._state = loop.start(made.program, made.weights, made.text, made.keys, made.limits, chunk=made.chunk)
+        self.finish = np.where(np.asarray(made.limits.max_new_tokens) > 0, RUNNING, self.finish)
+        self.finish = jax.device_get(self._state.finish)
+        while np.any(self.finish == RUNNING):
+            self._state, info = loop.step(made.program, made.weights, self._state, made.sampling, made.limits)
+            info, finish, counts = jax.device_get((info, self._state.finish, self._state.counts))
+            pieces = [self._take(row, info) for row in range(len(self.tokens))]
+            self._settle(info, finish, counts, [len(row) for row in pieces])
+            yield pieces
+
+    def _take(self, row: int, info: Any) -> list[tuple[int, str, bool]]:
+        """Appends what a round added to a row, up to a stop string."""
+        pieces = []
+        for i in range(info.count[row]):
+            token = int(info.tokens[row, i])
+            self.tokens[row].append(token)
+            if info.raw_logprobs is not None:
+                self._logprobs[row].append((info.raw_logprobs[row, i], info.warped_logprobs[row, i]))
+            piece = "" if self._detokenizers is None else self._detokenizers[row].push(token)
+            piece = self._stops[row].push(piece)
+            self.texts[row] += piece
+            pieces.append((token, piece, bool(i < info.num_accepted[row])))
+            if self._stops[row].found:
+                break
+        return pieces
+
+    def _settle(self, info: Any, finish: np.ndarray, counts: Counts, kept: list[int]) -> None:
+        """Ends rows at stop strings: state, counts and finish are cut like the tokens."""
+        found = np.asarray([stops.found for stops in self._stops]) & (self.finish == RUNNING)
+        if np.any(found):
+            emitted = np.asarray(kept)
+            counts = self._counts.cut(counts, np.where(found, emitted, info.count))
+            finish = np.where(found, STOP, finish).astype(np.int32)
+            lengths = jax.device_get(self._state.text.lengths) - info.count + np.where(found, emitted, info.count)
+            state = self._state._replace(counts=jax.tree.map(jnp.asarray, counts))
+            self._state = loop.cut(state, jnp.asarray(lengths), jnp.asarray(finish))
+        for row in np.flatnonzero((finish != RUNNING) & (self.finish == RUNNING) & ~found):
+            tail = "" if self._detokenizers is None else self._detokenizers[row].flush()
+            self.texts[row] += self._stops[row].push(tail) + self._stops[row].flush()
+        self.finish, self._counts = finish, counts
+
+    def result(self) -> Generation:
+        """What has been generated so far; ``finish_reasons`` of rows that have not ended are None."""
+        made = self.request
+        raw = warped = None
+        if made.program.logprobs:
+            raw = [np.asarray([pair[0] for pair in row], np.float32) for row in self._logprobs]
+            warped = [np.asarray([pair[1] for pair in row], np.float32) for row in self._logprobs]
+        texts = None if self._detokenizers is None else list(self.texts)
+        tokens = [list(row) for row in self.tokens]
+        return Generation(texts, tokens, reasons(self.finish, made.truncated), raw, warped, Stats(self._counts))
+
+
+class Stream:
+    """Iterator over the text of one generation, a piece per run of tokens from the same source.
+
+    ``drafted`` tells whether the last piece came from accepted draft tokens; ``result`` is what has been generated
+    so far, and stays available after Ctrl-C or an early ``break``.
+    """
+
+    def __init__(self, rounds: Rounds):
+        self._rounds = rounds
+        self._pieces = self._run()
+        self.drafted = False
+
+    def __iter__(self) -> "Stream":
+        return self
+
+    def __next__(self) -> str:
+        piece, self.drafted = next(self._pieces)
+        return piece
+
+    @property
+    def result(self) -> Generation:
+        """The generation so far; the same as `generate` returns once the stream has ended."""
+        return self._rounds.result()
+
+    def _run(self) -> Iterator[tuple[str, bool]]:
+        shown = 0
+        for pieces in self._rounds:
+            runs: list[tuple[str, bool]] = []
+            for _, piece, drafted in pieces[0]:
+                if runs and runs[-1][1] == drafted:
+                    runs[-1] = (runs[-1][0] + piece, drafted)
+                else:
+                    runs.append((piece, drafted))
+            for piece, drafted in runs:
+                if piece:
+                    shown += len(piece)
+                    yield piece, drafted
+        if self._rounds.texts[0][shown:]:
+            yield self._rounds.texts[0][shown:], False
+
+
+def stream(lm: LanguageModel, prompt: str | Sequence[int] | Sequence[Mapping[str, str]], **options: Any) -> Stream:
+    """Generates for one prompt and yields text as rounds commit it, never half a character.
+
+    Args:
+      lm: a model with a tokenizer.
+      prompt: a string, token ids, or a conversation with chat=True.
+      **options: those of `specjax.generate`, except n.
+
+    Returns:
+      A `Stream`; nothing is computed before the first ``next``, but every option is checked here.
+
+    Raises:
+      ValueError, TypeError: as `specjax.generate`; more than one prompt; a model without tokenizer.
+    """
+    if lm.tokenizer is None:
+        raise ValueError("stream yields text, but this model has no tokenizer: use generate with token ids")
+    made = request.make(lm, prompt, **options)
+    if made is None or made.keys.shape[0] != 1:
+        raise ValueError("stream takes one prompt and one sample of it: use generate for several")
+    return Stream(Rounds(made, lm.tokenizer))
+

@@ -1,0 +1,117 @@
+"""The compiled programs: start (prefill), decode (the whole loop) and step (one round).
+
+One jit cache serves the process. Its static key holds the functions of model and drafter by value where they compare
+by value, else weakly (see `specjax.static`); weights are always arguments, so a cache entry keeps no model alive.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from specjax.round import LENGTH, RUNNING, Limits, Round, State, prefill, round, truncate
+from specjax.static import weak
+from specjax.types import Array, Drafter, Model, PyTree, Sampling, Text
+
+
+class Program(NamedTuple):
+    """The static half of a decoding request."""
+
+    model: Model
+    drafter: Drafter  # without params
+    rule: str
+    logprobs: bool
+
+
+class Weights(NamedTuple):
+    """The traced half that does not change between calls."""
+
+    target: PyTree
+    drafter: PyTree
+
+
+class Logprobs(NamedTuple):
+    """Log-probabilities by absolute position, [B, S]; zeros where nothing was emitted."""
+
+    raw: Array
+    warped: Array
+
+
+def split(model: Model, params: PyTree, drafter: Drafter, rule: str, logprobs: bool) -> tuple[Program, Weights]:
+    """Separates what is compiled in from what is passed in."""
+    return weak(Program(model, drafter._replace(params=()), rule, logprobs)), Weights(params, drafter.params)
+
+
+def _drafter(program: Program, weights: Weights) -> Drafter:
+    return program.drafter._replace(params=weights.drafter)
+
+
+@functools.partial(jax.jit, static_argnames=("program", "chunk"))
+def start(program: Program, weights: Weights, text: Text, keys: Array, limits: Limits, *, chunk: int) -> State:
+    """Prefill; rows without a budget are finished at once."""
+    state = prefill(program.model, weights.target, _drafter(program, weights), text, keys, chunk=chunk)
+    return state._replace(finish=jnp.where(limits.max_new_tokens > 0, RUNNING, LENGTH))
+
+
+@functools.partial(jax.jit, static_argnames=("program",), donate_argnames=("state",))
+def decode(
+    program: Program, weights: Weights, state: State, sampling: Sampling, limits: Limits
+) -> tuple[State, Logprobs | None]:
+    """Rounds until every row has finished, as one program without a host transfer."""
+    shape = state.text.tokens.shape
+    record = Logprobs(jnp.zeros(shape), jnp.zeros(shape)) if program.logprobs else None
+
+    def running(carry):
+        return jnp.any(carry[0].finish == RUNNING)
+
+    def body(carry):
+        state, record = carry
+        new, info = _round(program, weights, state, sampling, limits)
+        return new, record if record is None else _record(record, state.text, info)
+
+    return lax.while_loop(running, body, (state, record))
+
+
+@functools.partial(jax.jit, static_argnames=("program",), donate_argnames=("state",))
+def step(
+    program: Program, weights: Weights, state: State, sampling: Sampling, limits: Limits
+) -> tuple[State, Round]:
+    """One round, for people who read along."""
+    return _round(program, weights, state, sampling, limits)
+
+
+cut = jax.jit(truncate, donate_argnums=0)
+
+
+def _round(program: Program, weights: Weights, state: State, sampling: Sampling, limits: Limits):
+    return round(
+        program.model, weights.target, _drafter(program, weights), program.rule, state, sampling, limits,
+        logprobs=program.logprobs,
+    )  # fmt: skip
+
+
+def _record(record: Logprobs, text: Text, info: Round) -> Logprobs:
+    rows = jnp.arange(info.count.shape[0])[:, None]
+    slots = jnp.arange(info.tokens.shape[1])[None]
+    where = jnp.where(slots < info.count[:, None], text.lengths[:, None] + slots, record.raw.shape[1])
+
+    def put(buffer, values):
+        return buffer.at[rows, where].set(values, mode="drop")
+
+    return Logprobs(put(record.raw, info.raw_logprobs), put(record.warped, info.warped_logprobs))
+
+
+def capacity(longest: int, chunk: int) -> int:
+    """Cache slots for texts of ``longest`` tokens with headroom: rounded up so that few sizes are ever compiled."""
+    grain = max(256, 1 << max(0, longest.bit_length() - 3))
+    grain = int(np.lcm(grain, chunk))
+    return -(-longest // grain) * grain
+
+
+def compiled_programs() -> dict[str, int]:
+    """How many programs each function has compiled in this process."""
+    functions: dict[str, Any] = {"prefill": start, "decode": decode, "step": step, "cut": cut}
+    return {name: fn._cache_size() for name, fn in functions.items()}

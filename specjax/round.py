@@ -1,0 +1,241 @@
+"""prefill, and one round: draft -> verify -> accept -> commit.
+
+Both are pure and jit-compatible: model, drafter functions and rule are static, everything else is traced. The state
+between rounds holds the text, the target's cache, the drafter's state and the counts; ``cache.lengths == text.lengths - 1``
+always, because the last committed token is pending: the next window starts with it.
+"""
+
+from typing import NamedTuple
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from specjax import cache as kv
+from specjax import tree
+from specjax.accept import accept, check_proposal
+from specjax.stats import Counts
+from specjax.types import Array, Committed, Drafter, KVCache, Model, Proposal, PyTree, Sampling, Text
+from specjax.warp import warp
+
+RUNNING, STOP, LENGTH, CAPACITY, NONFINITE = range(5)
+FINISH_REASONS = (None, "stop", "length", "capacity", "nonfinite")
+
+
+class Limits(NamedTuple):
+    """Where a row ends, besides ``sampling.eos_ids``. Traced."""
+
+    max_new_tokens: Array  # [B] int32
+    stop_sequences: Array  # [Q, W] int32, left-padded with -1; a row of -1 never matches
+
+
+class State(NamedTuple):
+    """Everything the next round needs."""
+
+    text: Text
+    cache: KVCache
+    drafter: PyTree
+    keys: Array  # [B] typed keys
+    finish: Array  # [B] int32, RUNNING .. NONFINITE
+    counts: Counts
+
+
+class Round(NamedTuple):
+    """What one round added. Entries at or past ``count`` mean nothing."""
+
+    tokens: Array  # [B, T]
+    count: Array  # [B] emitted tokens, 0 for rows that had finished
+    num_accepted: Array  # [B] draft tokens among them
+    raw_logprobs: Array | None  # [B, T] under softmax(logits); None unless asked for
+    warped_logprobs: Array | None  # [B, T] under the law that was sampled
+
+
+def prefill(
+    model: Model, params: PyTree, drafter: Drafter, text: Text, keys: Array, *, chunk: int = 64
+) -> State:
+    """Reads the prompts, all but their last token, in chunks of fixed width; no logits are computed.
+
+    Args:
+      text: ``lengths == prompt_lengths >= 1``; the token buffer's width S is the capacity of the caches and must be
+        at least prompt + new tokens + 1 + N in every row, and a multiple of ``chunk``.
+      keys: [B] typed keys.
+      chunk: prompt tokens per forward pass.
+
+    Raises:
+      ValueError: capacity not a multiple of chunk.
+    """
+    batch, capacity = text.tokens.shape
+    if capacity % chunk:
+        raise ValueError(f"text holds {capacity} tokens, which chunk={chunk} does not divide")
+    chex.assert_shape([text.lengths, text.prompt_lengths, keys], (batch,))
+    cache = model.init_cache(batch, capacity)
+    state = drafter.init(drafter.params, batch, capacity)
+    width = jnp.max(text.prompt_lengths)
+
+    def read(i, carry):
+        cache, state, previous = carry
+        start = i * chunk
+        tokens = lax.dynamic_slice_in_dim(text.tokens, start, chunk, axis=1)
+        positions = jnp.broadcast_to((start + jnp.arange(chunk, dtype=jnp.int32))[None], (batch, chunk))
+        out = model.apply(params, tokens, positions, None, cache, feature_layers=drafter.feature_layers)
+        lengths = jnp.minimum(text.prompt_lengths - 1, start + chunk)
+        features = jnp.concatenate([previous, out.features[:, :-1]], axis=1)  # token i is predicted by feature i - 1
+        count = jnp.clip(text.prompt_lengths - start, 0, chunk)
+        committed = Committed(tokens, features, count, jnp.full(batch, start, jnp.int32))
+        state = drafter.observe(drafter.params, state, committed)
+        return out.cache._replace(lengths=lengths), state, out.features[:, -1:]
+
+    features = _feature_shape(model, params, drafter, cache)
+    carry = (cache, state, jnp.zeros((batch, 1, features.shape[-1]), features.dtype))
+    cache, state, _ = lax.fori_loop(0, -(-width // chunk), read, carry)
+    counts = Counts.zeros(batch, drafter.num_draft_tokens)
+    return State(text, cache, state, keys, jnp.full(batch, RUNNING, jnp.int32), counts)
+
+
+def _feature_shape(model: Model, params: PyTree, drafter: Drafter, cache: KVCache):
+    tokens = jnp.zeros((cache.lengths.shape[0], 1), jnp.int32)
+    out = jax.eval_shape(
+        lambda *args: model.apply(*args, None, cache, feature_layers=drafter.feature_layers), params, tokens, tokens
+    )
+    return out.features
+
+
+def round(
+    model: Model,
+    params: PyTree,
+    drafter: Drafter,
+    rule: str,
+    state: State,
+    sampling: Sampling,
+    limits: Limits,
+    *,
+    num_draft_tokens: int | None = None,
+    logprobs: bool = False,
+) -> tuple[State, Round]:
+    """One draft -> verify -> accept -> commit for every row that has not finished; the others do not change.
+
+    Args:
+      num_draft_tokens: N of this round, static, 0 .. drafter.num_draft_tokens (the default). 0 is a plain step.
+      logprobs: also return log-probabilities of the emitted tokens.
+
+    Raises:
+      ValueError: num_draft_tokens out of range.
+      AssertionError: a model or drafter returned shapes that do not belong together (chex).
+    """
+    num_nodes = drafter.num_draft_tokens if num_draft_tokens is None else num_draft_tokens
+    if not 0 <= num_nodes <= drafter.num_draft_tokens:
+        raise ValueError(f"num_draft_tokens={num_nodes}: this drafter was built for 0..{drafter.num_draft_tokens}")
+    text, batch = state.text, state.finish.shape[0]
+    pending_at = text.lengths - 1
+    proposal, drafter_state = _draft(drafter, state, sampling, num_nodes)
+    check_proposal(proposal, (batch, 1 + num_nodes, model.vocab_size))
+
+    # verify: the target reads the window
+    pending = jnp.take_along_axis(text.tokens, pending_at[:, None], axis=1)
+    window = jnp.concatenate([pending, proposal.tokens], axis=1)
+    mask = tree.window_mask(proposal.parents, num_nodes)
+    positions = pending_at[:, None] + jnp.atleast_2d(tree.depths(proposal.parents, num_nodes))
+    if model.context_length is not None:  # a window may end past the budget: nothing there is ever kept
+        positions = jnp.minimum(positions, model.context_length - 1)
+    out = model.apply(
+        params, window, positions, None if proposal.parents is None else jnp.asarray(mask), state.cache,
+        feature_layers=drafter.feature_layers,
+    )
+    chex.assert_shape(out.logits, (batch, 1 + num_nodes, model.vocab_size))
+    seen = jnp.asarray(mask)[..., 1:]
+    probs = warp(out.logits, sampling, text, proposal.tokens, seen if seen.ndim == 3 else seen[None])
+
+    # accept: the random decision
+    acceptance = accept(rule, state.keys, proposal, probs, pending_at)
+    path, num_accepted = acceptance.path, acceptance.num_accepted
+    slots = jnp.arange(1 + num_nodes, dtype=jnp.int32)[None]
+    shifted = jnp.take_along_axis(window, jnp.roll(path, -1, axis=1), axis=1)
+    tokens = jnp.where(slots == num_accepted[:, None], acceptance.next_token[:, None], shifted)
+
+    # commit: what is kept, cut at stops, budget and rows without a law
+    lawless = jnp.isnan(probs[jnp.arange(batch), path[jnp.arange(batch), num_accepted], 0])
+    count, finish = _cut(state, sampling, limits, tokens, num_accepted + 1 - lawless.astype(jnp.int32), lawless)
+    count = jnp.where(state.finish == RUNNING, count, 0)
+    finish = jnp.where(state.finish == RUNNING, finish, state.finish)
+    features = jnp.take_along_axis(out.features, path[:, :, None], axis=1)
+    drafter_state = drafter.observe(drafter.params, drafter_state, Committed(tokens, features, count, text.lengths))
+    counts = state.counts.add(proposal, acceptance, count, state.finish == RUNNING)
+    cache = kv.commit(out.cache, None if proposal.parents is None else path, count)
+    new_text = text._replace(tokens=_append(text, tokens, count), lengths=text.lengths + count)
+    new_state = State(new_text, cache, drafter_state, state.keys, finish, counts)
+    emitted = jnp.minimum(count, num_accepted)
+    if not logprobs:
+        return new_state, Round(tokens, count, emitted, None, None)
+    raw = _token_logprobs(out.logits, path, tokens)
+    warped = jnp.log(probs[jnp.arange(batch)[:, None], path, tokens])
+    return new_state, Round(tokens, count, emitted, raw, warped)
+
+
+def _draft(drafter: Drafter, state: State, sampling: Sampling, num_nodes: int) -> tuple[Proposal, PyTree]:
+    if num_nodes == 0:
+        batch = state.finish.shape[0]
+        none = jnp.zeros((batch, 0), jnp.int32)
+        return Proposal(none, None, None, none.astype(bool)), state.drafter
+    return drafter.draft(drafter.params, state.keys, state.drafter, state.text, sampling, num_nodes)
+
+
+def _cut(state: State, sampling: Sampling, limits: Limits, tokens: Array, count: Array, lawless: Array):
+    """How many of ``tokens [B, T]`` the row keeps, and why it ends, if it does."""
+    text = state.text
+    left = limits.max_new_tokens - (text.lengths - text.prompt_lengths)
+    stops = _stops(text, sampling.eos_ids, limits.stop_sequences, tokens)
+    width = tokens.shape[1]
+    first = jnp.min(jnp.where(stops, jnp.arange(width, dtype=jnp.int32)[None], width), axis=1)
+    kept = jnp.minimum(jnp.minimum(count, first + 1), left)
+    stopped = first + 1 <= kept
+    finish = jnp.where(lawless & (kept == count), NONFINITE, RUNNING)
+    finish = jnp.where(kept >= left, LENGTH, finish)
+    return kept, jnp.where(stopped, STOP, finish)
+
+
+def _stops(text: Text, eos_ids: Array, sequences: Array, tokens: Array) -> Array:
+    """[B, T] bool: the text, its generated part, ends with an eos id or a stop sequence after this token."""
+    ends = jnp.any(tokens[:, :, None] == eos_ids[None, None], axis=-1)  # padding is -1, no token
+    width = sequences.shape[1]
+    position = text.lengths[:, None] + jnp.arange(tokens.shape[1])[None]
+    back = position[:, :, None] - jnp.arange(width - 1, -1, -1)[None, None]  # [B, T, W] positions of the last W tokens
+    rows = jnp.arange(tokens.shape[0])[:, None, None]
+    old = text.tokens[rows, jnp.clip(back, 0, text.tokens.shape[1] - 1)]
+    new = tokens[rows, jnp.clip(back - text.lengths[:, None, None], 0, tokens.shape[1] - 1)]
+    recent = jnp.where(back < text.lengths[:, None, None], old, new)
+    recent = jnp.where(back >= text.prompt_lengths[:, None, None], recent, -2)
+    same = (recent[:, :, None, :] == sequences[None, None]) | (sequences == -1)[None, None]
+    return ends | jnp.any(jnp.all(same, axis=-1) & jnp.any(sequences != -1, axis=-1)[None, None], axis=-1)
+
+
+def _append(text: Text, tokens: Array, count: Array) -> Array:
+    capacity = text.tokens.shape[1]
+    slots = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
+    where = jnp.where(slots < count[:, None], text.lengths[:, None] + slots, capacity)
+    return text.tokens.at[jnp.arange(tokens.shape[0])[:, None], where].set(tokens, mode="drop")
+
+
+def _token_logprobs(logits: Array, path: Array, tokens: Array) -> Array:
+    rows = jnp.arange(logits.shape[0])[:, None]
+    top = jnp.max(logits, axis=-1, keepdims=True)
+    total = jnp.log(jnp.sum(jnp.exp(logits - top), axis=-1)) + top[..., 0]
+    return logits[rows, path, tokens] - total[rows, path]
+
+
+def truncate(state: State, lengths: Array, finish: Array) -> State:
+    """Cuts rows back to ``lengths [B]`` (never before the prompt) and marks them ``finish [B]``: text, cache alike.
+
+    Only for rows that end here: a drafter has already observed what is cut.
+    """
+    lengths = jnp.clip(lengths, state.text.prompt_lengths, state.text.lengths)
+    kept = jnp.arange(state.text.tokens.shape[1])[None] < lengths[:, None]
+    text = state.text._replace(tokens=jnp.where(kept, state.text.tokens, 0), lengths=lengths)
+    return state._replace(text=text, cache=kv.crop(state.cache, lengths - 1), finish=finish)
+
+
+def no_limits(max_new_tokens, batch: int) -> Limits:
+    """Limits with a budget and nothing else, for people who build their own loop."""
+    budget = jnp.broadcast_to(jnp.asarray(np.asarray(max_new_tokens, np.int32)), (batch,))
+    return Limits(budget, jnp.full((1, 1), -1, jnp.int32))
