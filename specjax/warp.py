@@ -133,7 +133,7 @@ def _keep_top_k(logits: Array, weights: Array, k: Array) -> Array:
     vocab = logits.shape[-1]
 
     def apply(weights):
-        bits = lax.bitcast_convert_type(logits + 0.0, jnp.int32)  # + 0.0: the two zeros are one
+        bits = lax.bitcast_convert_type(jnp.where(logits == 0, 0.0, logits), jnp.int32)  # the two zeros are one
         keys = jnp.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
         wanted = jnp.where((k > 0) & (k < vocab), k, vocab)[..., None]
 
