@@ -84,5 +84,6 @@ def margin(logits, options: Options, history: Sequence[int] = (), emitted: int =
         distances.append(np.abs(np.cumsum(law[rank]) - options.top_p).min())
         law = filtered(logits, dataclasses.replace(options, min_p=0.0))
     if options.min_p > 0:
-        distances.append(np.abs(law[law > 0] / law.max() - options.min_p).min())
+        ratios = law[law > 0] / law.max()
+        distances.append(np.abs(ratios - options.min_p)[ratios < 1].min(initial=np.inf))  # the best always stays
     return float(min(distances))
