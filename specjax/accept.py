@@ -24,7 +24,7 @@ import numpy as np
 from jax import lax
 
 from specjax import tree
-from specjax.noise import Role, accept_uniforms, fold, inverse_cdf, target_draw, uniform
+from specjax.noise import Role, accept_uniforms, at, inverse_cdf, target_draw, uniform
 from specjax.types import Acceptance, Array, Proposal, Sparse
 
 
@@ -126,7 +126,7 @@ def _own_mass(target_probs: Array, proposal: Proposal) -> Array:
 
 
 def _draw(keys: Array, positions: Array, weights: Array) -> Array:
-    return inverse_cdf(weights, uniform(fold(keys, Role.RESIDUAL, positions), (2,)))
+    return inverse_cdf(weights, uniform(at(keys, Role.RESIDUAL, positions), (2,)))
 
 
 def _chain_path(num_accepted: Array, width: int) -> Array:

@@ -2,7 +2,7 @@
 
 Two kinds of noise, never mixed. *Target noise* is a function of (row key, absolute position of the token, token id)
 alone: it makes the text of `match`, of coupled drafts and of plain decoding independent of drafter, K and batch.
-*Round noise* (draft, accept, residual) is keyed by (row key, role, position of the pending token, depth or node):
+*Round noise* (draft, accept, residual) is keyed by (row key, role, position of the pending token, node):
 every round moves the pending token, so no draw that helped to cut a block is ever used again.
 """
 
@@ -32,25 +32,20 @@ def row_keys(seeds) -> Array:
     return jax.vmap(jax.random.key)(jnp.asarray(np.asarray(seeds, np.uint32)))
 
 
-def fold(keys: Array, *values) -> Array:
-    """Folds integers (scalars, or arrays that broadcast to ``keys``) into typed keys of any shape."""
-    for value in values:
-        value = jnp.broadcast_to(jnp.asarray(value, jnp.uint32), keys.shape)
-        folded = jax.vmap(jax.random.fold_in)(keys.reshape(-1), value.reshape(-1))
-        keys = folded.reshape(keys.shape)
-    return keys
+def at(keys: Array, role: Role, positions: Array) -> Array:
+    """Keys [B] of a role at absolute ``positions [B]``, below 2**29. One hash: compile time of the loop is mostly hashes."""
+    return jax.vmap(jax.random.fold_in)(keys, positions.astype(jnp.uint32) * len(Role) + role)
 
 
 def uniform(keys: Array, shape: tuple[int, ...] = ()) -> Array:
-    """Uniform float32 [*keys.shape, *shape] on {0, 2**-24, .., 1 - 2**-24}, one independent array per key."""
-    bits = jax.vmap(lambda key: jax.random.bits(key, shape, jnp.uint32))(keys.reshape(-1))
-    return (bits >> 8).astype(jnp.float32).reshape(*keys.shape, *shape) * jnp.float32(2**-24)
+    """Uniform float32 [B, *shape] on {0, 2**-24, .., 1 - 2**-24}, one independent array per key."""
+    bits = jax.vmap(lambda key: jax.random.bits(key, shape, jnp.uint32))(keys)
+    return (bits >> 8).astype(jnp.float32) * jnp.float32(2**-24)
 
 
 def accept_uniforms(keys: Array, positions: Array, num_nodes: int) -> Array:
     """Accept noise [B, N] of the round whose pending token is at ``positions [B]``."""
-    round_keys = fold(keys, Role.ACCEPT, positions)[:, None]
-    return uniform(fold(jnp.broadcast_to(round_keys, (keys.shape[0], num_nodes)), jnp.arange(num_nodes)[None]))
+    return uniform(at(keys, Role.ACCEPT, positions), (num_nodes,))
 
 
 def gumbel(keys: Array, positions: Array, vocab_size: int) -> Array:
@@ -60,9 +55,9 @@ def gumbel(keys: Array, positions: Array, vocab_size: int) -> Array:
     Gumbel of 22.9; a 23-bit uniform near 1 would cap it at 16.
     """
     blocks = -(-vocab_size // BLOCK)
-    block_keys = fold(keys, Role.TARGET, positions)[:, None]
-    block_keys = fold(jnp.broadcast_to(block_keys, (keys.shape[0], blocks)), jnp.arange(blocks)[None])
-    bits = jax.vmap(lambda key: jax.random.bits(key, (BLOCK,), jnp.uint32))(block_keys.reshape(-1))
+    every = jax.vmap(jax.vmap(jax.random.fold_in, (None, 0)), (0, None))
+    block_keys = every(at(keys, Role.TARGET, positions), jnp.arange(blocks, dtype=jnp.uint32))
+    bits = jax.vmap(jax.vmap(lambda key: jax.random.bits(key, (BLOCK,), jnp.uint32)))(block_keys)
     bits = bits.reshape(keys.shape[0], blocks * BLOCK)[:, :vocab_size]
     v = jnp.minimum((bits.astype(jnp.float32) + 0.5) * jnp.float32(2**-32), jnp.float32(1 - 2**-24))
     return -jnp.log(-jnp.log1p(-v))

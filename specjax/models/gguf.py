@@ -271,7 +271,7 @@ def _refuse_unknown_entries(file: GGUFFile, arch: str) -> None:
 
 
 def _rope_scaling(file: GGUFFile, entry, head_dim: int) -> RopeScaling:
-    kind = entry("rope.scaling.type", "none")
+    kind = entry("rope.scaling.type", "linear")  # a factor without a type is linear, as older files have it
     factor = _shortest(entry("rope.scaling.factor", entry("rope.scale_linear", 1.0)))
     if kind not in ("none", "linear"):
         raise ValueError(f"{file.path}: rope scaling type {kind!r} is not supported; supported: none, linear")
@@ -279,9 +279,7 @@ def _rope_scaling(file: GGUFFile, entry, head_dim: int) -> RopeScaling:
         if kind == "linear" and factor != 1.0:
             raise ValueError(f"{file.path} has both linear rope scaling and the tensor {_ROPE_FREQS!r}")
         return _llama3_scaling(file, _shortest(entry("rope.freq_base", 10000.0)), head_dim)
-    # A factor without a type is linear scaling in older files.
-    linear = factor != 1.0 and (kind == "linear" or "rope.scaling.type" not in file.metadata)
-    return RopeScaling(kind="linear", factor=factor) if linear and factor else RopeScaling()
+    return RopeScaling("linear", factor) if kind == "linear" and factor not in (0.0, 1.0) else RopeScaling()
 
 
 def _llama3_scaling(file: GGUFFile, theta: float, head_dim: int) -> RopeScaling:

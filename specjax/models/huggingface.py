@@ -10,7 +10,10 @@ import numpy as np
 from specjax.models import chat
 from specjax.models.config import LlamaConfig, RopeScaling
 
-HUB_FILES = ["*.json", "*.safetensors", "*.jinja"]  # what `load` reads, and nothing else is downloaded
+HUB_FILES = [  # what `load` reads, and nothing else is downloaded
+    "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja",
+    "model.safetensors.index.json", "model.safetensors", "model-*.safetensors",
+]
 
 
 class SafetensorsFiles:
@@ -191,7 +194,8 @@ def _refuse(settings: dict[str, Any], source: str) -> None:
         elif key == "layer_types" and set(value) <= {"full_attention"}:
             continue
         elif value and not _HARMLESS.fullmatch(key):
-            raise ValueError(f"{source}: {key} = {value!r} is not supported: it is unknown and may change the model")
+            raise ValueError(f"{source}: {key} = {value!r} is not supported: it is unknown and may change the model "
+                             "(if it does not, delete it from the file)")
 
 
 _ROPE_KEYS = {

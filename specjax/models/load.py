@@ -1,0 +1,131 @@
+"""`load`: a model, its weights and its tokenizer, from a name, a file or a directory."""
+
+import pathlib
+import re
+from collections.abc import Mapping
+from typing import Protocol
+
+import jax.numpy as jnp
+import numpy as np
+
+from specjax.models import fetch, huggingface, llama, orbax, tokenizer
+from specjax.models.config import LlamaConfig
+from specjax.models.gguf import GGUFFile, config_of
+from specjax.models.language_model import LanguageModel
+from specjax.types import PyTree
+
+# Buffers that some checkpoints store and every model computes for itself.
+_IGNORABLE = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
+_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+
+class TensorSource(Protocol):
+    """A checkpoint under Hugging Face names. Shapes are known before anything is read."""
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]: ...
+
+    def read(self, name: str) -> np.ndarray: ...
+
+
+def load(name_or_path: str | pathlib.Path, *, dtype="float32", scan_layers: bool = False) -> LanguageModel:
+    """Loads a language model.
+
+    Args:
+      name_or_path: one of
+        - a name in `specjax.models.fetch.NAMED`, e.g. ``smollm2-135m-instruct``: fetched once, then offline
+          (write ``./name`` for a directory of the same name);
+        - a GGUF file;
+        - a directory in the Hugging Face layout, or one that `specjax.models.save` wrote;
+        - ``organisation/name`` on the Hugging Face hub, if ``huggingface_hub`` is installed.
+      dtype: of the weights, "float32" or "bfloat16".
+      scan_layers: one traced layer scanned over stacked weights, instead of unrolled layers.
+
+    Raises:
+      FileNotFoundError: if there is nothing at the path, or a part of it is missing; the message says what.
+      ValueError: for anything in the files that is not understood: the message names the tensor, key or type.
+    """
+    if not isinstance(dtype, str):
+        dtype = jnp.dtype(dtype).name
+    if dtype not in ("float32", "bfloat16"):
+        raise ValueError(f"dtype is {dtype!r}; weights are loaded as 'float32' or 'bfloat16'")
+    if isinstance(name_or_path, str) and name_or_path in fetch.NAMED:
+        return _load_gguf(fetch.fetch(name_or_path), dtype, scan_layers)
+
+    path = pathlib.Path(name_or_path).expanduser()
+    if path.is_dir():
+        if (path / orbax.MANIFEST).exists():
+            return orbax.load(path, dtype=dtype, scan_layers=scan_layers)
+        if (path / "config.json").exists():
+            return _load_directory(path, dtype, scan_layers)
+        raise FileNotFoundError(
+            f"the directory {path} has neither config.json (Hugging Face layout) nor {orbax.MANIFEST} (ours)"
+        )
+    if path.is_file():
+        with open(path, "rb") as file:
+            magic = file.read(4)
+        if magic == b"GGUF" or path.suffix == ".gguf":
+            return _load_gguf(path, dtype, scan_layers)
+        raise ValueError(f"{path} is not a GGUF file; apart from those, `load` reads directories with a config.json")
+    if re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", str(name_or_path)):
+        return _load_directory(huggingface.download(str(name_or_path)), dtype, scan_layers)
+    raise FileNotFoundError(
+        f"{name_or_path} is neither a file nor a directory nor a known name ({', '.join(fetch.NAMED)})"
+    )
+
+
+def _load_gguf(path: pathlib.Path, dtype: str, scan_layers: bool) -> LanguageModel:
+    file = GGUFFile(path)
+    config = config_of(file)
+    text = tokenizer.from_gguf(file.metadata, str(path))
+    params = strict_params(file, config, source=str(path), dtype=dtype, scan_layers=scan_layers)
+    model = llama.model(config, scan_layers=scan_layers)
+    return LanguageModel(model, params, text, config, file.metadata.get("tokenizer.chat_template"), config.eos_ids)
+
+
+def _load_directory(path: pathlib.Path, dtype: str, scan_layers: bool) -> LanguageModel:
+    config = huggingface.config_of_directory(path)
+    tensors = huggingface.SafetensorsFiles(path)
+    eos_id = config.eos_ids[0] if config.eos_ids else None
+    text = tokenizer.from_directory(path, bos_id=config.bos_id, eos_id=eos_id)
+    template = huggingface.chat_template_of(path)
+    params = strict_params(tensors, config, source=str(path), dtype=dtype, scan_layers=scan_layers)
+    return LanguageModel(llama.model(config, scan_layers=scan_layers), params, text, config, template, config.eos_ids)
+
+
+def strict_params(
+    tensors: TensorSource, config: LlamaConfig, *, source: str, dtype="float32", scan_layers: bool = False
+) -> PyTree:
+    """Parameters from exactly the tensors that the configuration calls for: the only way weights come in.
+
+    Names and shapes are compared before anything is allocated; then one tensor after the other is read and converted.
+    A tied model may come with a head of its own only if it is the embedding, bit for bit.
+
+    Raises:
+      ValueError: listing tensors that are missing, surplus or of another shape.
+    """
+    needed = llama.tensor_shapes(config)
+    found = {name: tuple(shape) for name, shape in tensors.shapes.items() if not _IGNORABLE.fullmatch(name)}
+    tied_head = config.tie_embeddings and found.get(_HEAD) == needed[_EMBEDDING]
+    if tied_head:
+        del found[_HEAD]
+    complaints = [
+        *(f"missing: {name} {shape}" for name, shape in needed.items() if name not in found),
+        *(f"not part of the model: {name} {shape}" for name, shape in found.items() if name not in needed),
+        *(f"{name} has shape {found[name]}, the configuration needs {shape}"
+          for name, shape in needed.items() if found.get(name, shape) != shape),
+    ]
+    if complaints:
+        shown = complaints[:20] + ([f"... and {len(complaints) - 20} more"] if len(complaints) > 20 else [])
+        matching = sum(found.get(name) == shape for name, shape in needed.items())
+        lines = "\n  ".join(shown)
+        raise ValueError(f"{source}: {matching} of {len(needed)} tensors fit the configuration\n  {lines}")
+    if tied_head and not np.array_equal(_bits(tensors.read(_HEAD)), _bits(tensors.read(_EMBEDDING))):
+        raise ValueError(f"{source}: tie_word_embeddings is set, yet {_HEAD} differs from {_EMBEDDING}")
+    return llama.params_from_tensors(
+        config, lambda name, shape: tensors.read(name), dtype=jnp.dtype(dtype), scan_layers=scan_layers
+    )
+
+
+def _bits(array: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(array).view(np.uint8)

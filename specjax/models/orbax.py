@@ -1,0 +1,133 @@
+"""Checkpoints of our own: an orbax tree of weights with configuration, tokenizer and chat template beside it.
+
+    PATH/specjax.json     configuration, chat template, end tokens, ids of the tokenizer's special tokens
+    PATH/tokenizer.json   the tokenizer, if the model has one
+    PATH/params/          orbax; one array per weight, named by its place in the unrolled tree, e.g. layers.10.qkv
+
+On disk layers are always unrolled and every array is addressed by its name, so neither key order, nor the number of
+devices, nor how layers were run when it was saved matters to who reads it.
+"""
+
+import dataclasses
+import json
+import os
+import pathlib
+import tempfile
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from specjax.models import huggingface, llama, tokenizer
+from specjax.models.config import LlamaConfig, RopeScaling
+from specjax.models.language_model import LanguageModel
+from specjax.types import PyTree
+
+MANIFEST = "specjax.json"
+_FORMAT = 1
+
+
+def save(path: str | pathlib.Path, lm: LanguageModel, *, overwrite: bool = False) -> None:
+    """Writes a loaded model so that `specjax.load` gives it back bit for bit.
+
+    The directory appears whole or not at all: everything is written next to it and renamed at the end.
+
+    Raises:
+      FileExistsError: if there is something at the path, unless ``overwrite``.
+      TypeError: if the model's configuration is not one of ours, so that `load` could not rebuild the model.
+    """
+    import orbax.checkpoint as ocp
+
+    if not isinstance(lm.config, LlamaConfig):
+        raise TypeError(f"only models with a LlamaConfig can be saved, not one with {type(lm.config).__name__}")
+    path = pathlib.Path(path).expanduser().absolute()
+    if path.exists() and not overwrite:
+        raise FileExistsError(f"{path} exists; pass overwrite=True to replace it")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = lm.tokenizer
+    manifest = {
+        "format": _FORMAT,
+        "family": "llama",
+        "config": dataclasses.asdict(lm.config),
+        "eos_ids": list(lm.eos_ids),
+        "chat_template": lm.chat_template,
+        "tokenizer": None if text is None else {"bos_id": text.bos_id, "eos_id": text.eos_id},
+    }
+    stacked = 0 not in lm.params["layers"]
+    params = llama.unstack_layers(lm.params) if stacked else lm.params
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as scratch:
+        folder = pathlib.Path(scratch) / "new"
+        folder.mkdir()
+        with ocp.StandardCheckpointer() as checkpointer:
+            checkpointer.save(folder / "params", _named(params))
+        if text is not None:
+            (folder / "tokenizer.json").write_text(text.to_json(), encoding="utf-8")
+        (folder / MANIFEST).write_text(json.dumps(manifest, indent=2), encoding="utf-8")
+        if path.exists():
+            os.replace(path, pathlib.Path(scratch) / "old")  # deleted with the scratch directory
+        os.replace(folder, path)
+
+
+def load(path: pathlib.Path, *, dtype="float32", scan_layers: bool = False) -> LanguageModel:
+    """What `save` wrote. Called by `specjax.load`.
+
+    Raises:
+      ValueError: naming the path, if it is incomplete or damaged, or the weight that is missing or of another shape.
+    """
+    manifest = huggingface.read_json(path / MANIFEST)
+    if manifest.get("format") != _FORMAT or manifest.get("family") != "llama":
+        raise ValueError(
+            f"{path / MANIFEST} has format {manifest.get('format')!r} and family {manifest.get('family')!r}; "
+            f"this version of specjax reads format {_FORMAT}, family 'llama'"
+        )
+    settings: dict[str, Any] = dict(manifest["config"])
+    config = LlamaConfig(**{**settings, "rope_scaling": RopeScaling(**settings["rope_scaling"])})
+    params = _restore(path / "params", llama.abstract_params(config, dtype=jnp.dtype(dtype)))
+    text = None
+    if manifest["tokenizer"] is not None:
+        file = path / "tokenizer.json"
+        if not file.exists():
+            raise FileNotFoundError(f"{path} is incomplete: {file.name} is missing")
+        text = tokenizer.from_json(file.read_text(encoding="utf-8"), source=str(file), **manifest["tokenizer"])
+    return LanguageModel(
+        model=llama.model(config, scan_layers=scan_layers),
+        params=llama.stack_layers(params) if scan_layers else params,
+        tokenizer=text,
+        config=config,
+        chat_template=manifest["chat_template"],
+        eos_ids=tuple(manifest["eos_ids"]),
+    )
+
+
+def _restore(folder: pathlib.Path, expected: PyTree) -> PyTree:
+    """The saved weights in the shape of ``expected``, on the default device whatever they were saved from."""
+    import orbax.checkpoint as ocp
+
+    if not folder.is_dir():
+        raise FileNotFoundError(f"{folder.parent} is incomplete: the directory {folder.name} is missing")
+    here = jnp.zeros(()).sharding
+    targets = {
+        name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=here) for name, leaf in _named(expected).items()
+    }
+    with ocp.StandardCheckpointer() as checkpointer:
+        try:
+            saved = checkpointer.metadata(folder.absolute()).item_metadata
+            shapes = {name: tuple(entry.shape) for name, entry in saved.items()}
+        except Exception as error:  # orbax raises many kinds for a damaged directory
+            raise ValueError(f"{folder} is damaged or not an orbax checkpoint: {error}") from error
+        for name in sorted(shapes.keys() | targets.keys()):
+            if name not in shapes or name not in targets or shapes[name] != targets[name].shape:
+                needed = targets[name].shape if name in targets else "no such weight"
+                raise ValueError(f"{folder}: weight {name} is {shapes.get(name, 'missing')}, the model needs {needed}")
+        try:
+            restored = checkpointer.restore(folder.absolute(), targets)
+        except Exception as error:
+            raise ValueError(f"{folder} is damaged: {error}") from error
+    leaves = [restored[name] for name in _named(expected)]
+    return jax.tree.unflatten(jax.tree.structure(expected), leaves)
+
+
+def _named(params: PyTree) -> dict[str, jax.Array]:
+    """The leaves by their path, e.g. layers.10.qkv, in the tree's own order."""
+    paths, _ = jax.tree_util.tree_flatten_with_path(params)
+    return {".".join(str(key.key) for key in path): leaf for path, leaf in paths}
