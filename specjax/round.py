@@ -5,6 +5,8 @@ between rounds holds the text, the target's cache, the drafter's state and the c
 always, because the last committed token is pending: the next window starts with it.
 """
 
+import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import chex
@@ -17,7 +19,7 @@ from specjax import cache as kv
 from specjax import tree
 from specjax.accept import accept, check_proposal
 from specjax.stats import Counts
-from specjax.types import Array, Committed, Drafter, KVCache, Model, Proposal, PyTree, Sampling, Text
+from specjax.types import Array, Committed, Drafter, KVCache, Model, Proposal, PyTree, Sampling, Sparse, Text
 from specjax.warp import warp
 
 RUNNING, STOP, LENGTH, CAPACITY, NONFINITE = range(5)
@@ -127,10 +129,51 @@ def round(
     num_nodes = drafter.num_draft_tokens if num_draft_tokens is None else num_draft_tokens
     if not 0 <= num_nodes <= drafter.num_draft_tokens:
         raise ValueError(f"num_draft_tokens={num_nodes}: this drafter was built for 0..{drafter.num_draft_tokens}")
-    text, batch = state.text, state.finish.shape[0]
-    pending_at = text.lengths - 1
     proposal, drafter_state = _draft(drafter, state, sampling, num_nodes)
-    check_proposal(proposal, (batch, 1 + num_nodes, model.vocab_size))
+    check_proposal(proposal, (state.finish.shape[0], 1 + num_nodes, model.vocab_size))
+    state = state._replace(drafter=drafter_state)
+
+    def finish_with(nodes, state, proposal):
+        return _verify_accept_commit(model, params, drafter, rule, state, _first(proposal, nodes), sampling, limits,
+                                     num_nodes, logprobs)
+
+    widths = [*(w for w in drafter.widths if w < num_nodes), num_nodes]
+    if len(widths) == 1:
+        return finish_with(num_nodes, state, proposal)
+    # A window as narrow as the longest draft of the batch: a round in which nothing was found is a plain step.
+    drafted = jnp.max(jnp.where(proposal.valid, jnp.arange(1, num_nodes + 1, dtype=jnp.int32)[None], 0), axis=1)
+    longest = jnp.max(jnp.where(state.finish == RUNNING, drafted, 0))
+    shapes = jax.eval_shape(functools.partial(finish_with, num_nodes), state, proposal)
+    carry = (state, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes[1]))
+    for below, width in zip([-1, *widths], widths, strict=False):
+        chosen = (longest > below) & ((longest <= width) | (width == num_nodes))
+        carry = _once(chosen, lambda carry, width=width: finish_with(width, carry[0], proposal), carry)
+    return carry
+
+
+def _once(flag: Array, fn: Callable[[PyTree], PyTree], carry: PyTree) -> PyTree:
+    """``fn(carry)`` where flag, else carry. A loop of at most one step: unlike ``lax.cond`` it updates caches in place."""
+    return lax.while_loop(lambda c: c[0], lambda c: (jnp.zeros_like(flag), fn(c[1])), (flag, carry))[1]
+
+
+def _first(proposal: Proposal, nodes: int) -> Proposal:
+    """The first ``nodes`` nodes: a chain's prefix, or a tree's, since parents come before children."""
+    probs = proposal.probs
+    if isinstance(probs, Sparse):
+        probs = Sparse(probs.ids if probs.ids.ndim == 1 else probs.ids[:, :nodes], probs.probs[:, :nodes])
+    elif probs is not None:
+        probs = probs[:, :nodes]
+    parents = None if proposal.parents is None else proposal.parents[..., :nodes]
+    return Proposal(proposal.tokens[:, :nodes], probs, parents, proposal.valid[:, :nodes])
+
+
+def _verify_accept_commit(
+    model: Model, params: PyTree, drafter: Drafter, rule: str, state: State, proposal: Proposal, sampling: Sampling,
+    limits: Limits, widest: int, logprobs: bool,
+) -> tuple[State, Round]:
+    """The round after the draft; the result is padded to windows of 1 + ``widest``."""
+    text, (batch, num_nodes) = state.text, proposal.tokens.shape
+    pending_at = text.lengths - 1
 
     # verify: the target reads the window
     pending = jnp.take_along_axis(text.tokens, pending_at[:, None], axis=1)
@@ -142,7 +185,7 @@ def round(
     out = model.apply(
         params, window, positions, None if proposal.parents is None else jnp.asarray(mask), state.cache,
         feature_layers=drafter.feature_layers,
-    )
+    )  # fmt: skip
     chex.assert_shape(out.logits, (batch, 1 + num_nodes, model.vocab_size))
     seen = jnp.asarray(mask)[..., 1:]
     probs = warp(out.logits, sampling, text, proposal.tokens, seen if seen.ndim == 3 else seen[None])
@@ -155,22 +198,31 @@ def round(
     tokens = jnp.where(slots == num_accepted[:, None], acceptance.next_token[:, None], shifted)
 
     # commit: what is kept, cut at stops, budget and rows without a law
-    lawless = jnp.isnan(probs[jnp.arange(batch), path[jnp.arange(batch), num_accepted], 0])
+    rows = jnp.arange(batch)
+    lawless = jnp.isnan(probs[rows, path[rows, num_accepted], 0])
     count, finish = _cut(state, sampling, limits, tokens, num_accepted + 1 - lawless.astype(jnp.int32), lawless)
     count = jnp.where(state.finish == RUNNING, count, 0)
     finish = jnp.where(state.finish == RUNNING, finish, state.finish)
     features = jnp.take_along_axis(out.features, path[:, :, None], axis=1)
-    drafter_state = drafter.observe(drafter.params, drafter_state, Committed(tokens, features, count, text.lengths))
-    counts = state.counts.add(proposal, acceptance, count, state.finish == RUNNING)
-    cache = kv.commit(out.cache, None if proposal.parents is None else path, count)
-    new_text = text._replace(tokens=_append(text, tokens, count), lengths=text.lengths + count)
-    new_state = State(new_text, cache, drafter_state, state.keys, finish, counts)
-    emitted = jnp.minimum(count, num_accepted)
-    if not logprobs:
-        return new_state, Round(tokens, count, emitted, None, None)
-    raw = _token_logprobs(out.logits, path, tokens)
-    warped = jnp.log(probs[jnp.arange(batch)[:, None], path, tokens])
-    return new_state, Round(tokens, count, emitted, raw, warped)
+    drafter_state = drafter.observe(drafter.params, state.drafter, Committed(tokens, features, count, text.lengths))
+    new_state = State(
+        text=text._replace(tokens=_append(text, tokens, count), lengths=text.lengths + count),
+        cache=kv.commit(out.cache, None if proposal.parents is None else path, count),
+        drafter=drafter_state,
+        keys=state.keys,
+        finish=finish,
+        counts=state.counts.add(proposal, acceptance, count, state.finish == RUNNING),
+    )
+    raw = warped = None
+    if logprobs:
+        raw = _token_logprobs(out.logits, path, tokens)
+        warped = jnp.log(probs[rows[:, None], path, tokens])
+    info = Round(tokens, count, jnp.minimum(count, num_accepted), raw, warped)
+    return new_state, jax.tree.map(lambda x: _pad(x, 1 + widest), info)
+
+
+def _pad(x: Array, width: int) -> Array:
+    return x if x.ndim == 1 else jnp.pad(x, ((0, 0), (0, width - x.shape[1])))
 
 
 def _draft(drafter: Drafter, state: State, sampling: Sampling, num_nodes: int) -> tuple[Proposal, PyTree]:

@@ -122,3 +122,5 @@ class Drafter(NamedTuple):
     feature_layers: tuple[int, ...] = ()  # target hidden states it reads, see Model
     default_rule: str = "match"  # "rejection" for drafters whose proposals carry probabilities
     context_length: int | None = None  # longest text it can draft for; None: no limit
+    widths: tuple[int, ...] = ()  # numbers of nodes below N worth a window of their own, for drafters that often
+    #   propose less: a round uses the narrowest window that holds every valid node

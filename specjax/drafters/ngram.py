@@ -33,6 +33,7 @@ def ngram(num_draft_tokens: int = 7, *, max_ngram: int = 3, min_ngram: int = 1) 
         observe=_observe,
         draft=bind(_draft, max_ngram, min_ngram),
         num_draft_tokens=num_draft_tokens,
+        widths=(0,),
     )
 
 
