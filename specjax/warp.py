@@ -117,8 +117,8 @@ def _law(logits: Array, sampling: Sampling) -> Array:
 
     def sampled(_):
         weights = jnp.exp((logits - top) / jnp.where(greedy, 1.0, temperature))
-        weights = _keep_top_k(logits, weights, jnp.where(greedy[:, :, 0], 0, sampling.top_k[:, None]))
-        weights = _keep_top_p(weights, jnp.where(greedy[:, :, 0], 1.0, sampling.top_p[:, None]))
+        k, p = sampling.top_k[:, None, None], sampling.top_p[:, None, None]
+        weights = _filter(logits, weights, jnp.where(greedy, 0, k), jnp.where(greedy, 1.0, p))
         weights = jnp.where(weights >= sampling.min_p[:, None, None], weights, 0.0)  # the largest weight is 1
         return weights / jnp.sum(weights, axis=-1, keepdims=True)
 
@@ -128,46 +128,49 @@ def _law(logits: Array, sampling: Sampling) -> Array:
     return jnp.where(jnp.isfinite(top), law, jnp.nan)
 
 
-def _keep_top_k(logits: Array, weights: Array, k: Array) -> Array:
-    """Zeroes all but the k [B, 1] first ids in the order (logit descending, id ascending); k = 0 keeps all."""
+def _filter(logits: Array, weights: Array, k: Array, p: Array) -> Array:
+    """Top-k, then top-p: both keep a prefix in the order (logit descending, id ascending), so the shorter one decides.
+
+    A prefix is a threshold on the bits of the logit and a number of ids kept among those that tie with it.
+
+    Args:
+      logits, weights: [B, T, V]; weights are exp(logits / T) on any scale.
+      k: [B, 1, 1], 0 is off.
+      p: [B, 1, 1], 1 is off. The shortest prefix with at least this share of what top-k kept.
+    """
     vocab = logits.shape[-1]
+    k = jnp.where((k > 0) & (k < vocab), k, vocab)
 
     def apply(weights):
         bits = lax.bitcast_convert_type(jnp.where(logits == 0, 0.0, logits), jnp.int32)  # the two zeros are one
-        keys = jnp.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
-        wanted = jnp.where((k > 0) & (k < vocab), k, vocab)[..., None]
+        keys = jnp.where(bits < 0, bits ^ 0x7FFFFFFF, bits)  # int32 order is float order
+        low = jnp.full((*keys.shape[:-1], 1), -(2**31), jnp.int32)
 
-        def count(threshold):
-            return jnp.sum(keys >= threshold, axis=-1, keepdims=True, dtype=jnp.int32)
-
-        threshold = _bisect(lambda t: count(t) >= wanted, jnp.full((*keys.shape[:-1], 1), -(2**31), jnp.int32), 32)
-        ties = wanted - jnp.sum(keys > threshold, axis=-1, keepdims=True, dtype=jnp.int32)
-        return jnp.where((keys > threshold) | _first(keys == threshold, ties), weights, 0.0)
-
-    return lax.cond(jnp.any((k > 0) & (k < vocab)), apply, lambda w: w, weights)
-
-
-def _keep_top_p(weights: Array, p: Array) -> Array:
-    """Keeps the shortest prefix, in the order (weight descending, id ascending), that has at least mass p [B, 1]."""
-
-    def apply(weights):
-        keys = lax.bitcast_convert_type(weights, jnp.int32)  # monotone: weights are not negative
+        def size(kept):
+            return jnp.sum(kept, axis=-1, keepdims=True, dtype=jnp.int32)
 
         def mass(kept):
             return jnp.sum(jnp.where(kept, weights, 0.0), axis=-1, keepdims=True)
 
-        wanted = p[..., None] * mass(weights >= 0)
-        threshold = _bisect(lambda t: mass(keys >= t) >= wanted, jnp.zeros((*keys.shape[:-1], 1), jnp.int32), 31)
-        missing = wanted - mass(keys > threshold)
-        ties = jnp.ceil(missing / lax.bitcast_convert_type(threshold, jnp.float32))
-        ties = jnp.clip(ties, 1, weights.shape[-1]).astype(jnp.int32)
-        kept = (keys > threshold) | _first(keys == threshold, ties)
-        return jnp.where(kept | (p[..., None] >= 1), weights, 0.0)
+        def weight_at(cut):
+            return jnp.max(jnp.where(keys == cut, weights, 0.0), axis=-1, keepdims=True)
 
-    return lax.cond(jnp.any(p < 1), apply, lambda w: w, weights)
+        cut_k = lax.cond(jnp.any(k < vocab), lambda: _bisect(lambda cut: size(keys >= cut) >= k, low), lambda: low)
+        ties_k = k - size(keys > cut_k)
+        wanted = p * (mass(keys > cut_k) + ties_k.astype(jnp.float32) * weight_at(cut_k))
+        enough = lambda cut: (cut <= cut_k) | (mass(keys >= cut) >= wanted)  # noqa: E731
+        cut = lax.cond(jnp.any(p < 1), lambda: _bisect(enough, low), lambda: cut_k)
+        cut = jnp.where(p < 1, cut, cut_k)
+        edge = weight_at(cut)
+        missing = (wanted - mass(keys > cut)) / jnp.where(edge > 0, edge, 1.0)
+        ties_p = jnp.where(p < 1, jnp.clip(jnp.ceil(missing), 1, vocab), vocab).astype(jnp.int32)
+        ties = jnp.minimum(jnp.where(cut == cut_k, ties_k, vocab), ties_p)
+        return jnp.where((keys > cut) | _first(keys == cut, ties), weights, 0.0)
+
+    return lax.cond(jnp.any(k < vocab) | jnp.any(p < 1), apply, lambda w: w, weights)
 
 
-def _bisect(enough, low: Array, bits: int) -> Array:
+def _bisect(enough, low: Array, bits: int = 32) -> Array:
     """The largest int32 threshold that is ``enough`` (true for ``low``, never true again once false)."""
 
     def step(i, threshold):
