@@ -66,8 +66,9 @@ def window_mask(parents, num_nodes: int):
         return np.tri(num_nodes + 1, dtype=bool)
     xp = np if isinstance(parents, np.ndarray) else jnp
     above = xp.concatenate([xp.zeros((*parents.shape[:-1], 1), xp.int32), parents + 1], axis=-1)
-    step = above[..., :, None] == xp.arange(num_nodes + 1)  # row -> its parent; the root points to itself
-    reach = (step | xp.eye(num_nodes + 1, dtype=bool)).astype(xp.int32)
+    same = xp.broadcast_to(xp.eye(num_nodes + 1, dtype=bool), (*above.shape, num_nodes + 1))
+    step = above[..., :, None] == xp.broadcast_to(xp.arange(num_nodes + 1), same.shape)  # row -> its parent, root -> root
+    reach = (step | same).astype(xp.int32)
     for _ in range(max(1, num_nodes.bit_length())):  # squaring doubles the distance covered
         reach = xp.minimum(xp.matmul(reach, reach), 1)
     return reach.astype(bool)
