@@ -180,6 +180,7 @@ def _scripted_draft(vocab: int, params: Script, keys, state, text: Text, samplin
 
 def _draw_keys(keys: Array, text: Text, node: int) -> Array:
     """Noise of its own for each (row, pending position, node)."""
+
     def one(key, position):
         return jax.random.fold_in(jax.random.fold_in(jax.random.fold_in(key, 7001), position), node)
 
@@ -196,7 +197,7 @@ def _pending(text: Text) -> Array:
 
 def sampled(
     q, parents=None, *, num_draft_tokens: int | None = None, kind: str = "iid", sparse: str | None = None,
-    ragged: str | None = None, dynamic: bool = False,
+    ragged: str | None = None, dynamic: bool = False, claim: str | None = None,
 ) -> Drafter:  # fmt: skip
     """Chains and trees drawn from ``q [V, V]`` (row = the token above).
 
@@ -204,27 +205,29 @@ def sampled(
         q: laws, rows sum to 1.
         parents: topology; None is a chain of ``num_draft_tokens``.
         kind: "iid" siblings, "distinct" (without replacement), "top" (the most probable in order, point masses).
-        sparse: "shared" or "rows" writes the laws as `Sparse` with the ids reversed, one vocabulary for all or one per node.
+        sparse: "shared" or "rows" writes the laws as `Sparse` with the ids reversed: one vocabulary, or ids per node.
         ragged: "text" offers a number of nodes that depends on the committed text; "path" stops offering below a
             drafted 0 (allowed: a node's own token does not decide); "own" drops a drafted 0 itself (biased on purpose).
         dynamic: parents are given per row, [B, N].
+        claim: misreports the law, on purpose: "table" gives the row of ``q`` whatever the token was drawn from (a
+            softmax for a top token, a law that still has the earlier siblings), "sharp" a sharper one.
     """
     parents_given = parents is not None
     parents = tuple(range(-1, (num_draft_tokens or 0) - 1)) if parents is None else tuple(parents)
-    options = (parents, parents_given, kind, sparse, ragged, dynamic)
+    options = (parents, parents_given, kind, sparse, ragged, dynamic, claim)
     rule = "match" if kind == "top" else "rejection"
     q = jnp.asarray(q, jnp.float32)
     return Drafter(q, bind(_init), bind(_observe), bind(_sampled_draft, *options), len(parents), default_rule=rule)
 
 
 def _sampled_draft(
-    parents, is_tree, kind, sparse, ragged, dynamic, q, keys, state, text: Text, sampling, n: int
+    parents, is_tree, kind, sparse, ragged, dynamic, claim, q, keys, state, text: Text, sampling, n: int
 ) -> tuple[Proposal, Any]:
     parents = parents[:n]
     batch, vocab = text.lengths.shape[0], q.shape[0]
     above, tokens, laws, valid = _pending(text), [], [], []
     for node, parent in enumerate(parents):
-        law = q[above if parent < 0 else tokens[parent]]
+        law = table = q[above if parent < 0 else tokens[parent]]
         older = [tokens[m] for m in range(node) if parents[m] == parent]
         if kind == "top":
             tokens.append(jnp.argsort(-law, axis=-1)[:, len(older)].astype(jnp.int32))
@@ -234,7 +237,9 @@ def _sampled_draft(
                     law = jnp.where(jnp.arange(vocab)[None, :] == token[:, None], 0.0, law)
                 law = law / law.sum(-1, keepdims=True)
             tokens.append(_draw(_draw_keys(keys, text, node), law))
-        laws.append(law)
+        if claim == "sharp":
+            table = law**2 / (law**2).sum(-1, keepdims=True)
+        laws.append(law if claim is None else table)
         offered = jnp.ones(batch, bool)
         if ragged == "text":
             offered = node < (text.lengths * 5 + above) % (n + 1)
@@ -244,7 +249,7 @@ def _sampled_draft(
             offered = tokens[node] != 0
         valid.append(offered)
     stacked = jnp.stack(laws, axis=1)
-    probs: Array | Sparse | None = None if kind == "top" else stacked
+    probs: Array | Sparse | None = None if kind == "top" and claim is None else stacked
     if sparse and probs is not None:
         ids = jnp.arange(vocab - 1, -1, -1, dtype=jnp.int32)
         probs = Sparse(ids if sparse == "shared" else jnp.broadcast_to(ids, stacked.shape), stacked[..., ::-1])

@@ -23,7 +23,7 @@ class Options:
     bias: Mapping[int, float] = dataclasses.field(default_factory=dict)  # -inf bans
 
 
-def warp(logits, options: Options = Options(), history: Sequence[int] = (), emitted: int = 0) -> np.ndarray:  # noqa: B008
+def warp(logits, options: Options = Options(), history: Sequence[int] = (), emitted: int = 0) -> np.ndarray:
     """The law [V] after ``history`` (prompt and everything behind it), of which ``emitted`` tokens are new."""
     logits = edited_logits(logits, options, history, emitted)
     if options.temperature == 0:
