@@ -66,13 +66,14 @@ def prefill(
       chunk: prompt tokens per forward pass.
 
     Raises:
-      ValueError: capacity not a multiple of chunk.
+      ValueError: capacity not a multiple of chunk; a cache with another number of slots.
     """
     batch, capacity = text.tokens.shape
     if capacity % chunk:
         raise ValueError(f"text holds {capacity} tokens, which chunk={chunk} does not divide")
     chex.assert_shape([text.lengths, text.prompt_lengths, keys], (batch,))
     cache = model.init_cache(batch, capacity)
+    _check_cache(cache, batch, capacity)
     state = drafter.init(drafter.params, batch, capacity)
     width = jnp.max(text.prompt_lengths)
 
@@ -81,7 +82,7 @@ def prefill(
         start = i * chunk
         tokens = lax.dynamic_slice_in_dim(text.tokens, start, chunk, axis=1)
         positions = jnp.broadcast_to((start + jnp.arange(chunk, dtype=jnp.int32))[None], (batch, chunk))
-        out = model.apply(params, tokens, positions, None, cache, feature_layers=drafter.feature_layers)
+        out = model.apply(params, tokens, _inside(model, positions), None, cache, feature_layers=drafter.feature_layers)
         lengths = jnp.minimum(text.prompt_lengths - 1, start + chunk)
         features = jnp.concatenate([previous, out.features[:, :-1]], axis=1)  # token i is predicted by feature i - 1
         count = jnp.clip(text.prompt_lengths - start, 0, chunk)
@@ -94,6 +95,22 @@ def prefill(
     cache, state, _ = lax.fori_loop(0, -(-width // chunk), read, carry)
     counts = Counts.zeros(batch, drafter.num_draft_tokens)
     return State(text, cache, state, keys, jnp.full(batch, RUNNING, jnp.int32), counts)
+
+
+def _check_cache(cache: KVCache, batch: int, capacity: int) -> None:
+    """A cache with fewer slots than the text (a ring) could not roll back a window that wrapped around it."""
+    chex.assert_shape(cache.lengths, (batch,))
+    for leaf in jax.tree.leaves((cache.k, cache.v)):
+        if leaf.ndim < 4 or leaf.shape[-2] != capacity:
+            raise ValueError(
+                f"init_cache({batch}, {capacity}) gave layers of shape {leaf.shape}, {leaf.shape[-2]} slots: rounds roll "
+                f"back by length alone, which needs [.., B, H, S, D] with S = {capacity}"
+            )
+
+
+def _inside(model: Model, positions: Array) -> Array:
+    """A chunk or window may end past the context; nothing there is ever kept, but a table must not be read there."""
+    return positions if model.context_length is None else jnp.minimum(positions, model.context_length - 1)
 
 
 def _feature_shape(model: Model, params: PyTree, drafter: Drafter, cache: KVCache):
@@ -180,10 +197,8 @@ def _verify_accept_commit(
     window = jnp.concatenate([pending, proposal.tokens], axis=1)
     mask = tree.window_mask(proposal.parents, num_nodes)
     positions = pending_at[:, None] + jnp.atleast_2d(tree.depths(proposal.parents, num_nodes))
-    if model.context_length is not None:  # a window may end past the budget: nothing there is ever kept
-        positions = jnp.minimum(positions, model.context_length - 1)
     out = model.apply(
-        params, window, positions, None if proposal.parents is None else jnp.asarray(mask), state.cache,
+        params, window, _inside(model, positions), None if proposal.parents is None else jnp.asarray(mask), state.cache,
         feature_layers=drafter.feature_layers,
     )  # fmt: skip
     chex.assert_shape(out.logits, (batch, 1 + num_nodes, model.vocab_size))
