@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from specjax.round import LENGTH, RUNNING, Limits, Round, State, prefill, round, truncate
@@ -107,8 +106,8 @@ def _record(record: Logprobs, text: Text, info: Round) -> Logprobs:
 def capacity(longest: int, chunk: int) -> int:
     """Cache slots for texts of ``longest`` tokens with headroom: rounded up so that few sizes are ever compiled."""
     grain = max(256, 1 << max(0, longest.bit_length() - 3))
-    grain = int(np.lcm(grain, chunk))
-    return -(-longest // grain) * grain
+    slots = -(-longest // grain) * grain
+    return -(-slots // chunk) * chunk
 
 
 def compiled_programs() -> dict[str, int]:
