@@ -54,6 +54,7 @@ def accept(
     check_keys(keys)
     batch, width, _ = target_probs.shape
     check_proposal(proposal, target_probs.shape)
+    proposal = proposal._replace(valid=proposal.valid & _judgeable(proposal, target_probs))
     if positions is None:
         positions = jnp.zeros(batch, jnp.int32)
     path, num_accepted, next_token = RULES[rule](keys, proposal, target_probs, positions)
@@ -85,6 +86,18 @@ def check_proposal(proposal: Proposal, target_shape: tuple[int, ...]) -> None:
         tree.validate(proposal.parents)
     if proposal.parents is not None:
         chex.assert_shape(proposal.parents, nodes if proposal.parents.ndim == 2 else nodes[1:])
+
+
+def _judgeable(proposal: Proposal, target_probs: Array) -> Array:
+    """[B, N]: the row that judges the node has a law, and so has the draft. A NaN compares as false and wins every
+    argmax: judged by one, a node would be taken or refused for no reason."""
+    lawful = ~jnp.isnan(target_probs[:, :, 0])
+    if proposal.parents is None:
+        above = lawful[:, :-1]
+    else:
+        batch, nodes = proposal.tokens.shape
+        above = jnp.take_along_axis(lawful, tree.broadcast_parents(proposal.parents, batch, nodes) + 1, axis=1)
+    return above & ~jnp.isnan(_draft_mass(proposal))
 
 
 def residual(p: Array, q: Array) -> Array:
