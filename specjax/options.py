@@ -38,11 +38,19 @@ def rows(name: str, value: Any, batch: int) -> np.ndarray:
         raise ValueError(f"{name}={value!r}: give a number, or one per prompt")
     for row, number in enumerate(given.reshape(-1).tolist()):
         where = f"{name}={number!r}" + (f" (prompt {row})" if given.ndim else "")
+        if dtype is np.float32:
+            number = _float32(number)
         if not math.isfinite(number) or not allowed(number):
             raise ValueError(f"{where}: must be {rule}")
         if dtype is np.int32 and (number != int(number) or number >= 2**31):
             raise ValueError(f"{where}: must be a whole number below 2**31")
     return np.broadcast_to(given.astype(dtype), (batch,))
+
+
+def _float32(value: Any) -> float:
+    """The value after rounding to float32: 1e39 is inf, 1e-46 is 0."""
+    with np.errstate(over="ignore"):
+        return float(np.float32(value))
 
 
 def token_id(name: str, value: Any, vocab_size: int) -> int:
@@ -132,10 +140,10 @@ def _bias_tables(batch: int, vocab_size: int, logit_bias: Any, banned_tokens: An
             raise ValueError(f"{name} has {len(given)} entries for {batch} prompts: give one for all, or one per prompt")
     for row, table in enumerate(tables):
         for token, value in biases[row].items():
-            if isinstance(value, bool) or not isinstance(value, numbers.Real) or not value < math.inf:
+            if isinstance(value, bool) or not isinstance(value, numbers.Real) or not _float32(value) < math.inf:
                 raise ValueError(f"logit_bias[{token!r}]={value!r}: must be a finite number, or -inf to ban the token")
             if value != 0:
-                table[token_id("logit_bias", token, vocab_size)] = float(value)
+                table[token_id("logit_bias", token, vocab_size)] = _float32(value)
         for token in bans[row]:
             table[token_id("banned_tokens", token, vocab_size)] = -math.inf
     return tables

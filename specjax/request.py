@@ -157,7 +157,8 @@ def _seeds(seed: Any, batch: int) -> np.ndarray:
     if isinstance(seed, numbers.Integral) and not isinstance(seed, bool):
         seeds = [int(seed) + row for row in range(batch)]
     else:
-        seeds = [int(value) for value in seed] if np.ndim(seed) == 1 else []
+        given = np.asarray(seed)
+        seeds = given.tolist() if given.ndim == 1 and given.dtype.kind in "iu" else []
         if len(seeds) != batch:
             raise ValueError(f"seed={seed!r}: give one whole number, or one per row (here {batch})")
     for value in seeds:
@@ -169,8 +170,9 @@ def _seeds(seed: Any, batch: int) -> np.ndarray:
 def _fit(lengths: np.ndarray, budget: np.ndarray, context: int | None, drafter: Drafter, on_capacity: str):
     """Budgets that fit the model's context, and which of them were cut."""
     limit = min(x for x in (context, drafter.context_length, 2**30) if x is not None)
-    whose = "the model's context" if limit == context else "the drafter's context"
-    over = lengths + budget > limit
+    owners = {drafter.context_length: "the drafter's context", context: "the model's context"}
+    whose = owners.get(limit, "the longest possible text")
+    over = lengths.astype(np.int64) + budget > limit
     for row in np.flatnonzero(over):
         if on_capacity == "error" or lengths[row] > limit:
             raise ValueError(
