@@ -83,8 +83,9 @@ def numbers(args):
     print(f"{'alpha':24}{show(simulation.alpha):>18}{show(a):>14}")
     print(f"{'tokens per round':24}{f'{simulation.tokens_per_round:.4f} ± {error:.4f}':>18}{show(tokens):>14}")
     print(f"{'acceptance at 1 .. K':24}  {'  '.join(show(x) for x in simulation.per_position) or '-'}\n")
-    print(f"{'emitted law':24}  {'  '.join(f'{x:.4f}' for x in simulation.law)}")
-    print(f"{'p':24}  {'  '.join(f'{x:.4f}' for x in args.p)}")
+    for name, values in (("emitted law", simulation.law), ("p", args.p)):
+        more = f"  .. ({len(values)} tokens)" if len(values) > 8 else ""
+        print(f"{name:24}  {'  '.join(show(x) for x in values[:8])}{more}")
     print(f"{'largest difference':24}  {off.max():.4f}\n")
 
     print(f"best K (draft step c={args.draft_cost:g}, verifying pass v={args.verify_cost:g} plain steps; K up to 128)")
@@ -206,8 +207,9 @@ def speed_up(axes, args, simulation):
         axes.plot(
             k, values[k], marker, color=colour, markersize=9, markeredgecolor=BLACK, markeredgewidth=1.2, clip_on=False
         )
+        patch = {"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 0.5}
         bold = {"textcoords": "offset points", "color": colour, "weight": "bold"}
-        axes.annotate(f"K = {k}: {values[k]:.2f}x", (k, values[k]), (0, -17), ha="center", **bold)
+        axes.annotate(f"K = {k}: {values[k]:.2f}x", (k, values[k]), (0, -17), ha="center", bbox=patch, **bold)
         axes.annotate(rf"$\mathbf{{\alpha}}$ = {a:g}", (last, values[-1]), (8, -3), **bold)
     axes.axhline(1, color=GREY, linewidth=1, linestyle=(0, (4, 3)))
     axes.annotate("plain decoding", (last, 1), (0, 3), textcoords="offset points", ha="right", color=GREY, fontsize=9)
@@ -227,6 +229,7 @@ def the_rule(axes, args, simulation):
     p, q = np.asarray(args.p), np.asarray(args.q)
     overlap, ids, width = np.minimum(p, q), np.arange(p.size), 0.36
     left, right = ids - width / 2 - 0.01, ids + width / 2 + 0.01
+    few = p.size <= 16  # more bars than that leave no room for letters
     bars = [axes.bar(where, overlap, width, color=BLUE) for where in (left, right)]
     more = q > overlap
     bars.append(
@@ -236,24 +239,23 @@ def the_rule(axes, args, simulation):
         )
     )  # fmt: skip
     bars.append(axes.bar(right, p - overlap, width, overlap, color=ORANGE))
-    emitted = axes.plot(right, simulation.law, "D", color="white", markeredgecolor=BLACK, markersize=5)
-    few = p.size <= 16  # more bars than that leave no room for letters
+    emitted = axes.plot(right, simulation.law, "D", color="white", markeredgecolor=BLACK, markersize=5 if few else 2.5)
     for where, name, height in ((left, "q", q), (right, "p", np.maximum(p, simulation.law))) if few else ():
         for x, y in zip(where, height, strict=True):
             axes.annotate(name, (x, y), (0, 6), textcoords="offset points", ha="center", style="italic", color=BLACK)
     axes.set(
         xlabel="token id", ylabel="probability", xticks=ids if few else range(0, p.size, -(-p.size // 10)),
-        ylim=(0, 1.18 * max(p.max(), q.max())),
+        ylim=(0, 1.12 * max(p.max(), q.max())),
         title=f"The rejection rule: $\\alpha$ = {overlap.sum():.3f} accepted, {1 - overlap.sum():.3f} drawn again",
     )  # fmt: skip
     axes.grid(axis="x", visible=False)
-    axes.legend(
+    axes.figure.legend(
         [*bars[1:], *emitted],
         [
             "min(p, q), the overlap: accepted", "max(q - p, 0): rejected", "max(p - q, 0), the residual: drawn instead",
             f"emitted by {args.rule}, {simulation.rounds:,} rounds",
         ],
-        loc="upper right",
+        loc="outside lower center", ncols=2, fontsize=9,
     )  # fmt: skip
 
 
