@@ -1,6 +1,6 @@
 """Checkpoints of our own: an orbax tree of weights with configuration, tokenizer and chat template beside it.
 
-    PATH/specjax.json     configuration, chat template, end tokens, ids of the tokenizer's special tokens
+    PATH/specjax.json     configuration, chat template, end tokens, special tokens; names and sizes of the weight files
     PATH/tokenizer.json   the tokenizer, if the model has one
     PATH/params/          orbax; one array per weight, named by its place in the unrolled tree, e.g. layers.10.qkv
 
@@ -60,6 +60,7 @@ def save(path: str | pathlib.Path, lm: LanguageModel, *, overwrite: bool = False
         folder.mkdir()
         with ocp.StandardCheckpointer() as checkpointer:
             checkpointer.save(folder / "params", _named(params))
+        manifest["files"] = _sizes(folder / "params")
         if text is not None:
             (folder / "tokenizer.json").write_text(text.to_json(), encoding="utf-8")
         (folder / MANIFEST).write_text(json.dumps(manifest, indent=2), encoding="utf-8")
@@ -80,6 +81,7 @@ def load(path: pathlib.Path, *, dtype="float32", scan_layers: bool = False) -> L
             f"{path / MANIFEST} has format {manifest.get('format')!r} and family {manifest.get('family')!r}; "
             f"this version of specjax reads format {_FORMAT}, family 'llama'"
         )
+    _check_files(path / "params", manifest["files"])
     settings: dict[str, Any] = dict(manifest["config"])
     config = LlamaConfig(**{**settings, "rope_scaling": RopeScaling(**settings["rope_scaling"])})
     params = _restore(path / "params", llama.abstract_params(config, dtype=jnp.dtype(dtype)))
@@ -99,12 +101,27 @@ def load(path: pathlib.Path, *, dtype="float32", scan_layers: bool = False) -> L
     )
 
 
+def _sizes(folder: pathlib.Path) -> dict[str, int]:
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    return {path.relative_to(folder).as_posix(): path.stat().st_size for path in files}
+
+
+def _check_files(folder: pathlib.Path, expected: dict[str, int]) -> None:
+    """Orbax notices bytes that changed, by their checksum; what was lost is clearer said before it starts."""
+    if not folder.is_dir():
+        raise FileNotFoundError(f"{folder.parent} is incomplete: the directory {folder.name} is missing")
+    found = _sizes(folder)
+    for name, size in expected.items():
+        if name not in found:
+            raise FileNotFoundError(f"{folder} is incomplete: the file {name} is missing")
+        if found[name] != size:
+            raise ValueError(f"{folder} is damaged: {name} has {found[name]} bytes, {size} were written")
+
+
 def _restore(folder: pathlib.Path, expected: PyTree) -> PyTree:
     """The saved weights in the shape of ``expected``, on the default device whatever they were saved from."""
     import orbax.checkpoint as ocp
 
-    if not folder.is_dir():
-        raise FileNotFoundError(f"{folder.parent} is incomplete: the directory {folder.name} is missing")
     here = jnp.zeros(()).sharding
     targets = {
         name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=here) for name, leaf in _named(expected).items()
