@@ -32,15 +32,33 @@ def init(
     return KVCache(k=zeros(), v=zeros(), lengths=jnp.zeros(batch, jnp.int32))
 
 
-def write(layer: Array, window: Array, lengths: Array) -> Array:
+def write(layer: Array, window: Array, lengths: Array, index: Array | None = None) -> Array:
     """Writes window [B, T, H, D] into slots lengths[b] .. lengths[b] + T - 1 of layer [B, H, S, D].
 
     Slots past the end are dropped: never clamped onto committed ones, as ``dynamic_update_slice`` would.
+
+    A uint16 layer keeps the bits of bfloat16. XLA:CPU has no bfloat16 scatter, slice or gather: it converts the whole
+    layer to float32 and back around each, at every step. Reinterpret what you read with
+    ``jax.lax.bitcast_convert_type(x, jnp.bfloat16)``.
+
+    Args:
+      layer: one layer of the cache, or all of them, [L, B, H, S, D], if index is given.
+      window: what to write.
+      lengths: [B] committed entries.
+      index: [] which layer of a stacked cache.
     """
     batch, width = window.shape[:2]
+    if layer.dtype == jnp.uint16 and window.dtype != jnp.uint16:
+        window = jax.lax.bitcast_convert_type(window.astype(jnp.bfloat16), jnp.uint16)
     rows = jnp.arange(batch)[:, None]
     slots = lengths[:, None] + jnp.arange(width)[None]
-    return layer.at[rows, :, slots].set(window.astype(layer.dtype), mode="drop")
+    if batch * width == 1:
+        # A scatter of one row becomes a dynamic-update-slice, which XLA:CPU fuses into each of its readers; then the
+        # layer must be copied. A second row, past the end, keeps it a scatter, in place.
+        slots = jnp.concatenate([slots, slots + layer.shape[-2]], axis=1)
+        window = jnp.concatenate([window, window], axis=1)
+    at = (rows, slice(None), slots) if index is None else (index, rows, slice(None), slots)
+    return layer.at[at].set(window.astype(layer.dtype), mode="drop")
 
 
 def commit(cache: KVCache, path: Array | None, count: Array) -> KVCache:

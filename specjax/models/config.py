@@ -1,6 +1,6 @@
 """What a Llama-family checkpoint says about itself, as one hashable value.
 
->>> config = LlamaConfig(vocab_size=320, hidden_size=20, intermediate_size=32, num_layers=2, num_heads=4, num_kv_heads=2)
+>>> config = LlamaConfig(320, hidden_size=20, intermediate_size=32, num_layers=2, num_heads=4, num_kv_heads=2)
 >>> config.head_dim, dataclasses.replace(config, head_dim=8).head_dim  # an explicit head_dim wins over hidden / heads
 (5, 8)
 """

@@ -1,6 +1,7 @@
 """The Llama family as flax NNX modules that hold only weights.
 
-`params_from_tensors` fills the tree strictly by name, so that no weight is ever random by accident. The table below maps
+`model` is the pure model of a configuration; `Llama` is the module behind it, for those who train or change one.
+`params_from_tensors` fills the tree strictly by name, so that no weight is ever random by accident. The table maps
 Hugging Face tensors (i counts layers) to the tree; linear weights are ``[out, in]`` there and ``[in, out]`` here.
 
     ours                     shape                         Hugging Face tensors
@@ -21,15 +22,21 @@ Hugging Face tensors (i counts layers) to the tree; linear weights are ``[out, i
 With ``scan_layers`` the tree under ``layers`` is one layer whose leaves have a leading axis L.
 """
 
+import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
+from specjax import cache as kv
+from specjax.models.attention import Reach, attend, reach
 from specjax.models.config import LlamaConfig
-from specjax.types import Array, PyTree
+from specjax.models.nnx import from_nnx
+from specjax.models.rope import angles, rotate
+from specjax.types import Array, KVCache, Model, ModelOutput, PyTree
 
 
 class Source(NamedTuple):
@@ -49,8 +56,8 @@ def _layer_sources(config: LlamaConfig, index: int) -> dict[str, Source]:
     e, f, q, kv = config.hidden_size, config.intermediate_size, config.q_size, config.kv_size
     prefix = f"model.layers.{index}."
 
-    def source(names, outs, ins=None):
-        return Source(tuple(prefix + name for name in names), tuple((out,) if ins is None else (out, ins) for out in outs))
+    def source(names, outs, *ins):
+        return Source(tuple(prefix + name for name in names), tuple((out, *ins) for out in outs))
 
     qkv = [f"self_attn.{name}_proj" for name in "qkv"]
     gate_up = ["mlp.gate_proj", "mlp.up_proj"]
@@ -139,8 +146,8 @@ def stack_layers(params: PyTree) -> PyTree:
 def unstack_layers(params: PyTree) -> PyTree:
     """The inverse of `stack_layers`."""
     count = jax.tree.leaves(params["layers"])[0].shape[0]
-    layers = {index: jax.tree.map(lambda leaf: leaf[index], params["layers"]) for index in range(count)}
-    return {**params, "layers": layers}
+    layers = [jax.tree.map(operator.itemgetter(index), params["layers"]) for index in range(count)]
+    return {**params, "layers": dict(enumerate(layers))}
 
 
 def weight_dtype(dtype) -> np.dtype:
@@ -149,3 +156,189 @@ def weight_dtype(dtype) -> np.dtype:
     if dtype not in (jnp.float32, jnp.bfloat16):
         raise ValueError(f"weights are float32 or bfloat16, not {dtype.name}")
     return dtype
+
+
+def model(config: LlamaConfig, *, dtype=jnp.float32, scan_layers: bool = False) -> Model:
+    """The pure model of a configuration, made without any weight. Equal arguments give equal models.
+
+    Args:
+      config: sizes and constants.
+      dtype: of the weights it will be given, float32 or bfloat16; the cache has the same.
+      scan_layers: whether it will be given stacked layers.
+    """
+    module = nnx.eval_shape(lambda: Llama(config, dtype=dtype, scan_layers=scan_layers))
+    return from_nnx(module)[0]
+
+
+def linear(x: Array, weight: nnx.Param, bias: nnx.Param | None = None) -> Array:
+    """x [B, T, in] float32 times weight [in, out], in the weight's type with float32 accumulation and result."""
+    weight = weight[...]
+    y = jnp.einsum(
+        "bti,io->bto", x.astype(weight.dtype), weight, preferred_element_type=jnp.float32, precision="highest"
+    )
+    return y if bias is None else y + _row(bias)
+
+
+def rms_norm(x: Array, scale: nnx.Param, eps: float) -> Array:
+    """x / rms(x) * scale over the last axis of x [B, T, E], in float32."""
+    return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps) * _row(scale)
+
+
+def _row(param: nnx.Param) -> Array:
+    return param[...].astype(jnp.float32)[None, None]
+
+
+class Layer(nnx.Module):
+    """Attention and a gated MLP, each behind a norm and added to the residual stream."""
+
+    def __init__(self, weights: dict[str, Array]):
+        def param(name):
+            return nnx.Param(weights[name]) if name in weights else None
+
+        self.input_norm, self.post_norm = param("input_norm"), param("post_norm")
+        self.qkv, self.qkv_bias = param("qkv"), param("qkv_bias")
+        self.o, self.o_bias = param("o"), param("o_bias")
+        self.gate_up, self.gate_up_bias = param("gate_up"), param("gate_up_bias")
+        self.down, self.down_bias = param("down"), param("down_bias")
+
+    def __call__(self, x: Array, k: Array, v: Array, lengths: Array, window: "Window") -> tuple[Array, Array, Array]:
+        """x [B, T, E] and this layer's cache k, v [B, H, S, D] (or all layers', see `Window`) -> the same three."""
+        config, (batch, width, _) = window.config, x.shape
+        heads, kv_heads = config.num_heads, config.num_kv_heads
+        y = linear(rms_norm(x, self.input_norm, config.rms_eps), self.qkv, self.qkv_bias)
+        y = y.reshape(batch, width, heads + 2 * kv_heads, config.head_dim)
+        q, k_new, v_new = jnp.split(y, [heads, heads + kv_heads], axis=2)
+        k = kv.write(k, rotate(k_new, window.cos_sin), lengths, window.layer)
+        v = kv.write(v, v_new, lengths, window.layer)
+        k_here, v_here = (k, v) if window.layer is None else (k[window.layer], v[window.layer])
+        y = attend(rotate(q, window.cos_sin), k_here, v_here, window.slots)
+        x = x + linear(y.reshape(batch, width, config.q_size), self.o, self.o_bias)
+        y = linear(rms_norm(x, self.post_norm, config.rms_eps), self.gate_up, self.gate_up_bias)
+        gate, up = jnp.split(y, 2, axis=-1)
+        return x + linear(jax.nn.silu(gate) * up, self.down, self.down_bias), k, v
+
+
+class Window(NamedTuple):
+    """What all layers share in one forward pass."""
+
+    config: LlamaConfig
+    cos_sin: tuple[Array, Array]  # of the window's positions
+    slots: Reach
+    layer: Array | None = None  # index into a stacked cache; None if k and v are one layer's
+
+
+class Llama(nnx.Module):
+    """A Llama-family language model: weights only; the cache is an argument and a result.
+
+    Made with random weights (standard deviation 0.02), for training and tests; checkpoints come in through
+    `params_from_tensors`.
+    """
+
+    def __init__(
+        self, config: LlamaConfig, *, dtype=jnp.float32, scan_layers: bool = False, rngs: nnx.Rngs | None = None
+    ):
+        """Random weights.
+
+        Args:
+          config: sizes and constants.
+          dtype: float32 or bfloat16, of every weight. Sums, norms and the residual stream are float32 either way.
+          scan_layers: one stacked layer under `lax.scan` (compiles once; the convention on TPU) instead of a list
+            (faster on CPU, where scan copies the weights of each layer).
+          rngs: source of the randomness; None is ``nnx.Rngs(0)``.
+        """
+        rngs = nnx.Rngs(0) if rngs is None else rngs
+
+        def fresh(path, shape: jax.ShapeDtypeStruct) -> Array:
+            name = path[-1].key
+            if name.endswith(("norm", "bias")):
+                return jnp.full(shape.shape, name.endswith("norm"), shape.dtype)
+            return (0.02 * jax.random.normal(rngs.params(), shape.shape)).astype(shape.dtype)
+
+        shapes = abstract_params(config, dtype=dtype, scan_layers=scan_layers)
+        weights = jax.tree_util.tree_map_with_path(fresh, shapes)
+        self.config = config
+        self.scan_layers = scan_layers
+        self.embedding = nnx.Param(weights["embedding"])
+        if scan_layers:
+            self.layers = Layer(weights["layers"])
+        else:
+            self.layers = nnx.List([Layer(weights["layers"][index]) for index in range(config.num_layers)])
+        self.final_norm = nnx.Param(weights["final_norm"])
+        self.head = None if config.tie_embeddings else nnx.Param(weights["head"])
+
+    @property
+    def vocab_size(self) -> int:
+        return self.config.vocab_size
+
+    @property
+    def context_length(self) -> int:
+        return self.config.max_position_embeddings
+
+    def init_cache(self, batch: int, capacity: int) -> KVCache:
+        """An empty cache in the weights' type; bfloat16 is kept as its bits in uint16, see `specjax.cache.write`."""
+        return kv.init(
+            num_layers=self.config.num_layers, batch=batch, capacity=capacity, num_kv_heads=self.config.num_kv_heads,
+            head_dim=self.config.head_dim, dtype=jnp.uint16 if self.embedding.dtype == jnp.bfloat16 else jnp.float32,
+            stacked=self.scan_layers,
+        )  # fmt: skip
+
+    def __call__(
+        self, tokens: Array, positions: Array, window_mask: Array | None, cache: KVCache, *,
+        feature_layers: tuple[int, ...] = (), logits_at: Array | None = None,
+    ) -> ModelOutput:  # fmt: skip
+        """Reads a window; arguments and result as in `specjax.types.Model`."""
+        if tokens.size == 1 and self.embedding.dtype == jnp.bfloat16:
+            window = _doubled(tokens, positions, window_mask)
+            out = self(*window, cache, feature_layers=feature_layers, logits_at=logits_at)
+            return out._replace(logits=out.logits[:, :1], features=out.features[:, :1])
+        capacity = jax.tree.leaves(cache.k)[0].shape[-2]
+        slots = reach(window_mask, cache.lengths, tokens.shape[1], capacity)
+        window = Window(self.config, angles(self.config, positions), slots)
+        run = self._scanned if self.scan_layers else self._unrolled
+        x, streams, k, v = run(lookup(self.embedding, tokens), cache, window, bool(feature_layers))
+        x = rms_norm(x, self.final_norm, self.config.rms_eps)
+        features = jnp.concatenate([[*streams, x][layer] for layer in feature_layers] or [x[..., :0]], axis=-1)
+        if logits_at is not None:
+            x = jnp.take_along_axis(x, logits_at[:, None, None], axis=1)
+        logits = linear(x, self.embedding if self.head is None else self.head)
+        return ModelOutput(logits, features, KVCache(k, v, cache.lengths))
+
+    def _unrolled(self, x: Array, cache: KVCache, window: Window, keep: bool):
+        streams, ks, vs = [x], [], []
+        for layer, k, v in zip(self.layers, cache.k, cache.v):
+            x, k, v = layer(x, k, v, cache.lengths, window)
+            streams.append(x)
+            ks.append(k)
+            vs.append(v)
+        return x, streams, tuple(ks), tuple(vs)
+
+    def _scanned(self, x: Array, cache: KVCache, window: Window, keep: bool):
+        graph, weights = nnx.split(self.layers)
+
+        def step(carry, layer):
+            index, weights = layer
+            x, k, v = nnx.merge(graph, weights)(*carry, cache.lengths, window._replace(layer=index))
+            return (x, k, v), x if keep else None
+
+        # The cache is carried and written in place: as an input and output of the scan it would be copied.
+        indices = jnp.arange(self.config.num_layers)
+        (y, k, v), streams = jax.lax.scan(step, (x, cache.k, cache.v), (indices, weights))
+        return y, [x, *streams] if keep else [], k, v
+
+
+def _doubled(tokens: Array, positions: Array, window_mask: Array | None) -> tuple[Array, Array, Array | None]:
+    """A window of one as a window of two: XLA:CPU multiplies a bfloat16 matrix by one row 8 times slower than by two.
+
+    The second row's slot is scratch, like any slot past the window.
+    """
+    if window_mask is not None:
+        window_mask = jnp.ones((2, 2), bool).at[0, 1].set(False)
+    return jnp.tile(tokens, (1, 2)), jnp.tile(positions, (1, 2)), window_mask
+
+
+def lookup(embedding: nnx.Param, tokens: Array) -> Array:
+    """Columns of embedding [E, V] at tokens [B, T] -> [B, T, E] float32."""
+    # The barrier ties the weights to the tokens of this step: XLA:CPU gathers bfloat16 as float32, and in a decoding
+    # loop it would convert the whole embedding once, ahead of the loop, and keep it.
+    weights, tokens = jax.lax.optimization_barrier((embedding[...], tokens))
+    return jnp.moveaxis(jnp.take(weights, tokens, axis=1, mode="clip"), 0, -1).astype(jnp.float32)

@@ -1,0 +1,113 @@
+"""Attention of a window over the fixed-shape cache, at a cost that follows the text and not the capacity.
+
+Slots are read in blocks; only blocks that hold text are visited, in a loop whose trip count is traced, with the running
+softmax of Milakov and Gimelshein (arXiv 1805.02867, 2018). One block needs no loop.
+
+Slots past the window may hold anything, NaN included: their scores are replaced, and their values are zeroed because
+0 * NaN is NaN.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from specjax.types import Array
+
+BLOCK = 512  # slots; on CPU smaller blocks cost more in dispatch than they save in reading
+HIDDEN = -1e30  # a score that no visible one is near; finite, so that a block without visible slots stays finite
+
+
+class Reach(NamedTuple):
+    """What a window may look at: made once per forward pass, shared by all layers."""
+
+    visible: Array  # [B, T, S] bool, window row t of row b sees slot s
+    written: Array  # [B, S] bool, the slot is committed or in the window
+    blocks: Array  # [] int32, leading blocks that hold a written slot
+
+
+def reach(window_mask: Array | None, lengths: Array, width: int, capacity: int) -> Reach:
+    """The slots that a window [B, T] written behind lengths [B] committed slots may see.
+
+    Args:
+      window_mask: [T, T] or [B, T, T] bool, window row sees window column; None is causal.
+      lengths: [B] committed slots, always visible.
+      width: T.
+      capacity: S.
+    """
+    batch = lengths.shape[0]
+    column = jnp.arange(capacity)[None] - lengths[:, None]  # [B, S] place of a slot in the window
+    if window_mask is None:
+        visible = column[:, None] <= jnp.arange(width)[None, :, None]
+    else:
+        mask = jnp.broadcast_to(window_mask, (batch, width, width))
+        index = jnp.broadcast_to(jnp.clip(column, 0, width - 1)[:, None], (batch, width, capacity))
+        inside = (column >= 0) & (column < width)
+        visible = jnp.where(inside[:, None], jnp.take_along_axis(mask, index, axis=2), column[:, None] < 0)
+    blocks = (jnp.minimum(jnp.max(lengths) + width, capacity) + BLOCK - 1) // BLOCK
+    return Reach(visible, column < width, blocks)
+
+
+def attend(q: Array, k: Array, v: Array, slots: Reach) -> Array:
+    """Softmax attention with grouped heads.
+
+    Args:
+      q: [B, T, Hq, D] float32 queries.
+      k: [B, H, S, D] keys; uint16 holds the bits of bfloat16.
+      v: [B, H, S, D] values, likewise.
+      slots: see `reach`.
+
+    Returns:
+      [B, T, Hq, D] float32.
+    """
+    batch, width, heads, dim = q.shape
+    kv_heads, capacity = k.shape[1:3]
+    groups = heads // kv_heads
+    dtype = jnp.bfloat16 if k.dtype == jnp.uint16 else k.dtype
+    # The query heads of one kv head are rows of one matrix: XLA:CPU transposes all keys for two row axes.
+    q = (q * dim**-0.5).astype(dtype).reshape(batch, width, kv_heads, groups, dim)
+    q = q.transpose(0, 2, 3, 1, 4).reshape(batch, kv_heads, groups * width, dim)
+    if capacity <= BLOCK:
+        _, total, out = _block(q, k, v, slots.visible, slots.written)
+    else:
+        _, total, out = _blocks(q, k, v, slots)
+    out = (out / total).reshape(batch, kv_heads, groups, width, dim)
+    return out.transpose(0, 3, 1, 2, 4).reshape(batch, width, heads, dim)
+
+
+def _block(q: Array, k: Array, v: Array, visible: Array, written: Array) -> tuple[Array, Array, Array]:
+    """q [B, H, M, D], M = groups * T -> highest score, summed weights [B, H, M, 1], weighted values [B, H, M, D]."""
+    batch, kv_heads, rows, _ = q.shape
+    width, size = visible.shape[1:]
+    v = jnp.where(written[:, None, :, None], v, jnp.zeros((), v.dtype))
+    k, v = (jax.lax.bitcast_convert_type(x, q.dtype) if x.dtype == jnp.uint16 else x for x in (k, v))
+    scores = jnp.einsum("bhmd,bhsd->bhms", q, k, preferred_element_type=jnp.float32, precision="highest")
+    scores = scores.reshape(batch, kv_heads, rows // width, width, size)
+    scores = jnp.where(visible[:, None, None], scores, HIDDEN).reshape(batch, kv_heads, rows, size)
+    top = jnp.max(scores, axis=-1, keepdims=True)
+    weights = jnp.exp(scores - top)
+    total = jnp.sum(weights, axis=-1, keepdims=True)
+    out = jnp.einsum(
+        "bhms,bhsd->bhmd", weights.astype(q.dtype), v, preferred_element_type=jnp.float32, precision="highest"
+    )
+    return top, total, out
+
+
+def _blocks(q: Array, k: Array, v: Array, slots: Reach) -> tuple[Array, Array, Array]:
+    """`_block` over every block that holds text, merged."""
+    capacity = k.shape[2]
+
+    def step(index, carry):
+        start = jnp.minimum(index * BLOCK, capacity - BLOCK)  # the last block may overlap the one before,
+        fresh = start + jnp.arange(BLOCK) >= index * BLOCK  # whose slots are not counted twice
+
+        def cut(x, axis):
+            return jax.lax.dynamic_slice_in_dim(x, start, BLOCK, axis)
+
+        here = _block(q, cut(k, 2), cut(v, 2), cut(slots.visible, 2) & fresh[None, None], cut(slots.written, 1))
+        top = jnp.maximum(carry[0], here[0])
+        old, new = jnp.exp(carry[0] - top), jnp.exp(here[0] - top)
+        return top, carry[1] * old + here[1] * new, carry[2] * old + here[2] * new
+
+    one = (*q.shape[:3], 1)
+    return jax.lax.fori_loop(0, slots.blocks, step, (jnp.full(one, HIDDEN), jnp.zeros(one), jnp.zeros(q.shape)))
