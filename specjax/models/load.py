@@ -79,7 +79,7 @@ def _load_gguf(path: pathlib.Path, dtype: str, scan_layers: bool) -> LanguageMod
     config = config_of(file)
     text = tokenizer.from_gguf(file.metadata, str(path))
     params = strict_params(file, config, source=str(path), dtype=dtype, scan_layers=scan_layers)
-    model = llama.model(config, scan_layers=scan_layers)
+    model = llama.model(config, dtype=dtype, scan_layers=scan_layers)
     return LanguageModel(model, params, text, config, file.metadata.get("tokenizer.chat_template"), config.eos_ids)
 
 
@@ -90,7 +90,8 @@ def _load_directory(path: pathlib.Path, dtype: str, scan_layers: bool) -> Langua
     text = tokenizer.from_directory(path, bos_id=config.bos_id, eos_id=eos_id)
     template = huggingface.chat_template_of(path)
     params = strict_params(tensors, config, source=str(path), dtype=dtype, scan_layers=scan_layers)
-    return LanguageModel(llama.model(config, scan_layers=scan_layers), params, text, config, template, config.eos_ids)
+    model = llama.model(config, dtype=dtype, scan_layers=scan_layers)
+    return LanguageModel(model, params, text, config, template, config.eos_ids)
 
 
 def strict_params(

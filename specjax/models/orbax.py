@@ -92,7 +92,7 @@ def load(path: pathlib.Path, *, dtype="float32", scan_layers: bool = False) -> L
             raise FileNotFoundError(f"{path} is incomplete: {file.name} is missing")
         text = tokenizer.from_json(file.read_text(encoding="utf-8"), source=str(file), **manifest["tokenizer"])
     return LanguageModel(
-        model=llama.model(config, scan_layers=scan_layers),
+        model=llama.model(config, dtype=dtype, scan_layers=scan_layers),
         params=llama.stack_layers(params) if scan_layers else params,
         tokenizer=text,
         config=config,
