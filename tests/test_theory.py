@@ -181,7 +181,7 @@ def test_expected_tokens_of_the_measured_positions_is_the_measured_tokens_per_ro
 
 def test_coupled_drafts_are_accepted_more_often_than_independent_ones_and_emit_p():
     made = theory.simulate(P, Q, 4, rule="match", coupled=True, rounds=20_000)
-    bound = theory.alpha(P, Q) / (2 - theory.alpha(P, Q))  # (1 - TV) / (1 + TV), Daliri et al., theorem 3
+    bound = theory.alpha(P, Q) / (2 - theory.alpha(P, Q))  # (1 - TV) / (1 + TV), Daliri et al., arXiv 2408.07978
     assert bound - 0.02 < made.alpha < theory.alpha(P, Q) + 0.02
     assert made.alpha > 2 * theory.match_alpha(P, Q)
     assert_law_is_p(made)
