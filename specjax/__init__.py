@@ -7,6 +7,7 @@ from specjax.accept import accept
 from specjax.autoregressive import plain
 from specjax.generate import Stream, generate, stream
 from specjax.models.language_model import LanguageModel
+from specjax.models.load import load
 from specjax.noise import row_keys
 from specjax.options import make_sampling
 from specjax.result import Generation
@@ -48,6 +49,7 @@ __all__ = [
     "accept",
     "drafters",
     "generate",
+    "load",
     "make_sampling",
     "no_limits",
     "plain",

@@ -3,5 +3,6 @@
 from specjax.models.config import LlamaConfig, RopeScaling
 from specjax.models.llama import Llama
 from specjax.models.nnx import from_nnx
+from specjax.models.orbax import save
 
-__all__ = ["Llama", "LlamaConfig", "RopeScaling", "from_nnx"]
+__all__ = ["Llama", "LlamaConfig", "RopeScaling", "from_nnx", "save"]
