@@ -1,10 +1,13 @@
 """`specjax.load`: strictness, dispatch, and every source giving the same model."""
 
 import json
+import os
 import re
 import shutil
+import subprocess
 import sys
 import types
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -267,6 +270,15 @@ def test_a_known_name_is_fetched(tmp_path, monkeypatch):
     monkeypatch.setitem(fetch.NAMED, "toy", None)
     monkeypatch.setattr(fetch, "fetch", lambda name: tiny.write_gguf(tmp_path / f"{name}.gguf"))
     assert load("toy").config.num_layers == 2
+
+
+def test_importing_specjax_imports_no_format_library():
+    libraries = ["gguf", "safetensors", "tokenizers", "jinja2", "orbax.checkpoint", "huggingface_hub"]
+    program = f"import sys, specjax; specjax.load; sys.exit(','.join(set({libraries}) & set(sys.modules)))"
+    environment = os.environ | {"PYTHONPATH": str(Path(fetch.__file__).parents[2])}
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, env=environment, stderr=subprocess.PIPE, text=True, timeout=120)
+    assert done.stderr.strip() == ""
 
 
 def test_unknown_options_are_refused(tmp_path):
