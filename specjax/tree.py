@@ -67,7 +67,7 @@ def window_mask(parents, num_nodes: int):
     xp = np if isinstance(parents, np.ndarray) else jnp
     above = xp.concatenate([xp.zeros((*parents.shape[:-1], 1), xp.int32), parents + 1], axis=-1)
     same = xp.broadcast_to(xp.eye(num_nodes + 1, dtype=bool), (*above.shape, num_nodes + 1))
-    step = above[..., :, None] == xp.broadcast_to(xp.arange(num_nodes + 1), same.shape)  # row -> its parent, root -> root
+    step = above[..., :, None] == xp.broadcast_to(xp.arange(num_nodes + 1), same.shape)  # row -> parent, root -> root
     reach = (step | same).astype(xp.int32)
     for _ in range(max(1, num_nodes.bit_length())):  # squaring doubles the distance covered
         reach = xp.minimum(xp.matmul(reach, reach), 1)
