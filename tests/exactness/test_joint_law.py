@@ -1,7 +1,7 @@
 """The joint law of five tokens equals plain decoding's, over several rounds, for every rule, drafter and sampler.
 
-The target depends on its whole history through the cache, so a slot kept wrongly, a position, a penalty count or a noise
-used twice shows as a wrong law. All option sets run as rows of one batch.
+The target depends on its whole history through the cache, so a slot kept wrongly, a position, a penalty count or a
+noise used twice shows as a wrong law. All option sets run as rows of one batch.
 """
 
 import jax

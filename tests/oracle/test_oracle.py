@@ -15,8 +15,8 @@ CONFIG = HashConfig(3)
 TARGET, DRAFT = hash_params(CONFIG, 0), hash_params(CONFIG, 1)
 
 
-def law_of(params, options=Options(), prompt=(1, 2, 0)):
-    return warped(lambda text: hash_logits(CONFIG, params, text)[-1], options, prompt)
+def law_of(params, options=None, prompt=(1, 2, 0)):
+    return warped(lambda text: hash_logits(CONFIG, params, text)[-1], options or Options(), prompt)
 
 
 def distance(blocks, p, length=4):
