@@ -393,6 +393,15 @@ def test_case_13_every_draft_is_judged_by_the_row_before_it_and_the_bonus_by_the
         np.testing.assert_array_equal(out.path[0], np.minimum(np.arange(n + 1), slot))
 
 
+def test_accept_noise_of_a_node_does_not_depend_on_how_many_nodes_there_are():
+    """Windows are narrowed to the longest draft of the batch: a row must not notice."""
+    noise = importlib.import_module("specjax.noise")
+    keys, positions = specjax.row_keys(np.arange(5)), jnp.arange(5, dtype=jnp.int32)
+    wide = noise.accept_uniforms(keys, positions, 7)
+    for n in range(1, 7):
+        np.testing.assert_array_equal(noise.accept_uniforms(keys, positions, n), wide[:, :n])
+
+
 # --- numerics
 
 

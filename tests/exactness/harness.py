@@ -24,14 +24,20 @@ PAD = -1
 
 def emit(
     model: Model, params, drafter: Drafter, rule: str, options: Sequence[Options], length: int, rows: int,
-    seed: int, *, prompt: Sequence[int] = PROMPT, eos_ids=(),
+    seed: int, *, prompts: Sequence[Sequence[int]] | None = None, eos_ids=(),
 ) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
-    """Tokens [len(options), rows, length] (PAD after a stop) and the rounds each row took [len(options), rows]."""
+    """Tokens [len(options), rows, length] (PAD after a stop) and the rounds each row took [len(options), rows].
+
+    ``prompts`` has one prompt per entry of ``options``, default PROMPT.
+    """
     batch = len(options) * rows
-    slots = -(-(len(prompt) + length + 1 + drafter.num_draft_tokens) // CHUNK) * CHUNK
+    prompts = [PROMPT] * len(options) if prompts is None else prompts
+    starts = np.repeat([len(prompt) for prompt in prompts], rows).astype(np.int32)
+    slots = -(-(max(starts) + length + 1 + drafter.num_draft_tokens) // CHUNK) * CHUNK
     tokens = np.zeros((batch, slots), np.int32)
-    tokens[:, : len(prompt)] = prompt
-    lengths = jnp.full(batch, len(prompt), jnp.int32)
+    for i, prompt in enumerate(prompts):
+        tokens[i * rows : (i + 1) * rows, : len(prompt)] = prompt
+    lengths = jnp.asarray(starts)
     keys = specjax.row_keys(seed * batch + np.arange(batch))
     sampling = sampling_of(options, model.vocab_size, eos_ids)
     every_row = {name: jnp.repeat(x, rows, axis=0) for name, x in sampling._asdict().items() if name != "eos_ids"}
@@ -39,8 +45,9 @@ def emit(
         model, drafter._replace(params=()), rule, params, drafter.params, Text(jnp.array(tokens), lengths, lengths),
         keys, sampling._replace(**every_row), length,
     )  # fmt: skip
-    got = np.array(state.text.tokens)[:, len(prompt) : len(prompt) + length]
-    real = np.arange(length) < np.array(state.text.lengths)[:, None] - len(prompt)
+    where = starts[:, None] + np.arange(length)
+    got = np.take_along_axis(np.array(state.text.tokens), where, axis=1)
+    real = where < np.array(state.text.lengths)[:, None]
     got = np.where(real, got, PAD).reshape(len(options), rows, length)
     return got, np.array(state.counts.rounds).reshape(len(options), rows)
 

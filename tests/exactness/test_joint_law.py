@@ -10,9 +10,10 @@ import pytest
 
 import specjax
 from specjax import LanguageModel
-from tests.doubles import hash_lm, sampled
+from tests.doubles import hash_lm, sampled, table_lm
 from tests.exactness.harness import PAD, PROMPT, assert_law, emit, histogram, padded, target_laws
 from tests.oracle.hashlm import HashConfig, hash_logits, hash_params
+from tests.oracle.joint import joint
 from tests.oracle.warp import Options, warp
 
 CONFIG, LENGTH, ROWS = HashConfig(3), 5, 5000
@@ -113,19 +114,19 @@ def test_six_tokens_follow_the_law_of_plain_decoding(rule):
     assert_law(sample, laws, options)
 
 
-def test_match_says_the_same_whatever_drafts():
-    """Same seeds, token for token: no drafter, a chain, a tree, a drafter that knows the target's noise."""
-    def tokens(drafter):
-        return emit(MODEL, PARAMS, drafter, "match", OPTIONS, LENGTH, 500, 3)[0]
+@pytest.fixture(scope="module")
+def plain_tokens():
+    return emit(MODEL, PARAMS, specjax.plain(), "match", OPTIONS, LENGTH, ROWS, 0)[0]
 
-    plain = tokens(specjax.plain())
-    for drafter in (
-        sampled(Q, num_draft_tokens=3),
-        sampled(Q, TREE, kind="distinct", ragged="text"),
-        specjax.drafters.model(DRAFT, TARGET, 3, coupled=True),
-        specjax.drafters.ngram(3),
-    ):
-        np.testing.assert_array_equal(tokens(drafter), plain)
+
+MATCH_FULL = [pytest.param(name, marks=pytest.mark.full) for name in FULL if name.startswith("match")]
+
+
+@pytest.mark.parametrize("name", ["match, tree", *MATCH_FULL])
+def test_match_says_the_same_whatever_drafts(name, plain_tokens):
+    """Same seeds, token for token, as no drafter at all: 60,000 rows under every option."""
+    drafter = {**QUICK, **FULL}[name][1]()
+    np.testing.assert_array_equal(emit(MODEL, PARAMS, drafter, "match", OPTIONS, LENGTH, ROWS, 0)[0], plain_tokens)
 
 
 def stopped_law(options, eos, length):
@@ -171,6 +172,46 @@ def test_a_larger_vocabulary_with_two_drafted_tokens():
         return np.stack([histogram(rows, 4) for rows in tokens])
 
     assert_law(sample, laws, options)
+
+
+def test_prompts_of_different_lengths_side_by_side_each_have_their_own_law():
+    prompts = [(2,), (1, 2, 0), (0, 0, 1, 1, 2, 0, 1)]  # shorter, equal to and longer than a prefill chunk
+    options = [Options(temperature=0.8)] * 3
+    laws = [target_laws(CONFIG, 0, options[:1], 4, prompt)[0] for prompt in prompts]
+
+    def sample(seed):
+        drafter = specjax.drafters.model(DRAFT, TARGET, 3)
+        tokens, _ = emit(MODEL, PARAMS, drafter, "rejection", options, 4, ROWS, seed, prompts=prompts)
+        return np.stack([histogram(rows, 3) for rows in tokens])
+
+    assert_law(sample, laws, prompts)
+
+
+@pytest.mark.parametrize("rule", ["rejection", "block"])
+def test_case_13_a_target_of_distinct_rows_gives_the_joint_law_of_its_table(rule):
+    table = np.array([[0.5, 0.5, 0.0], [0.1, 0.9, 0.0], [0.6, 0.4, 0.0]])
+    exact = joint(lambda c: table[c[-1] if c else 2], 4)
+    np.testing.assert_allclose(exact.sum((2, 3))[:2, :2].ravel(), [0.30, 0.30, 0.04, 0.36])
+    with np.errstate(divide="ignore"):
+        params = np.log(table).astype(np.float32)
+
+    def sample(seed):
+        drafter = sampled(Q, num_draft_tokens=3)
+        tokens, _ = emit(table_lm(3), params, drafter, rule, [Options()], 4, 20_000, seed, prompts=[(2,)])
+        return np.stack([histogram(rows, 3) for rows in tokens])
+
+    assert_law(sample, [padded(exact)], ["table"])
+
+
+def test_generate_says_what_the_rounds_say():
+    drafter, count = sampled(Q, num_draft_tokens=3), 64
+    tokens, _ = emit(MODEL, PARAMS, drafter, "block", [Options(temperature=0.8)], LENGTH, count, 1)
+    out = specjax.generate(
+        TARGET, [list(PROMPT)] * count, drafter=drafter, rule="block", max_new_tokens=LENGTH, temperature=0.8,
+        seed=[count + row for row in range(count)], eos_ids=[],
+    )  # fmt: skip
+    np.testing.assert_array_equal(out.tokens, tokens[0])
+    assert out.finish_reasons == ["length"] * count
 
 
 def test_every_sampling_option_is_exercised():
