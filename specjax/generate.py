@@ -77,7 +77,7 @@ def generate(
         for _ in rounds:
             pass
         return rounds.result()
-    state = loop.start(made.program, made.weights, made.text, made.keys, made.limits, chunk=made.chunk)
+    state = loop.start(made.program.prefill(), made.weights, made.text, made.keys, made.limits, chunk=made.chunk)
     state, record = loop.decode(made.program, made.weights, state, made.sampling, made.limits)
     text, finish, counts, record = jax.device_get((state.text, state.finish, state.counts, record))
     spans = [slice(start, end) for start, end in zip(text.prompt_lengths, text.lengths, strict=True)]
@@ -109,14 +109,15 @@ class Rounds:
 
     def __iter__(self) -> Iterator[list[list[tuple[int, str, bool]]]]:
         made = self.request
-        self._state = loop.start(made.program, made.weights, made.text, made.keys, made.limits, chunk=made.chunk)
-        self.finish = np.where(np.asarray(made.limits.max_new_tokens) > 0, RUNNING, self.finish)
+        program = made.program.prefill()
+        self._state = loop.start(program, made.weights, made.text, made.keys, made.limits, chunk=made.chunk)
         self.finish = jax.device_get(self._state.finish)
         while np.any(self.finish == RUNNING):
             self._state, info = loop.step(made.program, made.weights, self._state, made.sampling, made.limits)
-            info, finish, counts = jax.device_get((info, self._state.finish, self._state.counts))
+            state = self._state
+            info, finish, counts, lengths = jax.device_get((info, state.finish, state.counts, state.text.lengths))
             pieces = [self._take(row, info) for row in range(len(self.tokens))]
-            self._settle(info, finish, counts, [len(row) for row in pieces])
+            self._settle(info, finish, counts, lengths, np.asarray([len(row) for row in pieces]))
             yield pieces
 
     def _take(self, row: int, info: Any) -> list[tuple[int, str, bool]]:
@@ -135,14 +136,14 @@ class Rounds:
                 break
         return pieces
 
-    def _settle(self, info: Any, finish: np.ndarray, counts: Counts, kept: list[int]) -> None:
+    def _settle(self, info: Any, finish: np.ndarray, counts: Counts, lengths: np.ndarray, kept: np.ndarray) -> None:
         """Ends rows at stop strings: state, counts and finish are cut like the tokens."""
         found = np.asarray([stops.found for stops in self._stops]) & (self.finish == RUNNING)
         if np.any(found):
-            emitted = np.asarray(kept)
-            counts = self._counts.cut(counts, np.where(found, emitted, info.count))
+            kept = np.where(found, kept, info.count)
+            counts = self._counts.cut(counts, kept)
             finish = np.where(found, STOP, finish).astype(np.int32)
-            lengths = jax.device_get(self._state.text.lengths) - info.count + np.where(found, emitted, info.count)
+            lengths = lengths - info.count + kept
             state = self._state._replace(counts=jax.tree.map(jnp.asarray, counts))
             self._state = loop.cut(state, jnp.asarray(lengths), jnp.asarray(finish))
         for row in np.flatnonzero((finish != RUNNING) & (self.finish == RUNNING) & ~found):

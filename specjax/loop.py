@@ -24,6 +24,10 @@ class Program(NamedTuple):
     rule: str
     logprobs: bool
 
+    def prefill(self) -> "Program":
+        """The part that `start` depends on: one prefill program serves all rules."""
+        return self._replace(rule="", logprobs=False)
+
 
 class Weights(NamedTuple):
     """The traced half that does not change between calls."""
