@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import specjax
-from specjax import LanguageModel, State
+from specjax import LanguageModel, State, drafters
 from specjax.static import bind
 from specjax.types import Drafter, KVCache, Model, ModelOutput, Proposal, Sampling, Text
 from tests.doubles import _init, _observe, hash_lm, scripted
@@ -159,6 +159,32 @@ def _flipped_draft(draft, vocab, params, keys, state, text, sampling, n):
     spoilt = jnp.arange(n)[None] == params[1][:, None]
     tokens = jnp.where(spoilt, (proposal.tokens + 1) % vocab, proposal.tokens)
     return proposal._replace(tokens=tokens, probs=None), state
+
+
+# --- requests
+
+PROMPTS = [
+    [2, 5, 13, 2, 5, 4, 9], [3], [6, 6, 2], [1], [8, 9, 8, 9, 8], [4, 4, 4, 4, 4, 4, 4, 4, 4], [0, 12, 7], [10, 2],
+]  # fmt: skip
+BUDGET = 40
+
+
+def draft_source(name: str, k: int) -> specjax.Drafter | None:
+    """Drafters by name; those of the same name and k are equal, so they share compiled programs."""
+    return {
+        "none": lambda: None,
+        "ngram": lambda: drafters.ngram(k, max_ngram=3, min_ngram=1),
+        "close": lambda: drafters.model(close(), target(), k),
+        "self": lambda: drafters.model(target(), target(), k),
+        "coupled": lambda: drafters.model(close(), target(), k, coupled=True),
+        "self-coupled": lambda: drafters.model(target(), target(), k, coupled=True),
+    }[name]()
+
+
+def run(name="none", k=3, prompts=None, *, rule="match", max_new_tokens=BUDGET, **options) -> specjax.Generation:
+    prompts = PROMPTS if prompts is None else prompts
+    drafter = draft_source(name, k)
+    return specjax.generate(target(), prompts, drafter=drafter, rule=rule, max_new_tokens=max_new_tokens, **options)
 
 
 # --- rounds one at a time, through the public functions
