@@ -2,12 +2,13 @@
 
 __version__ = "0.1.0"
 
-from specjax import drafters
+from specjax import drafters, theory
 from specjax.accept import accept
 from specjax.autoregressive import plain
 from specjax.generate import Stream, generate, stream
 from specjax.models.language_model import LanguageModel
 from specjax.models.load import load
+from specjax.models.nnx import from_nnx
 from specjax.noise import row_keys
 from specjax.options import make_sampling
 from specjax.result import Generation
@@ -48,6 +49,7 @@ __all__ = [
     "Text",
     "accept",
     "drafters",
+    "from_nnx",
     "generate",
     "load",
     "make_sampling",
@@ -57,5 +59,6 @@ __all__ = [
     "round",
     "row_keys",
     "stream",
+    "theory",
     "warp",
 ]

@@ -10,7 +10,7 @@ from specjax.static import bind
 from specjax.types import Array, Committed, Drafter, Proposal, PyTree, Sampling, Text
 
 
-def ngram(num_draft_tokens: int = 7, *, max_ngram: int = 3, min_ngram: int = 1) -> Drafter:
+def ngram(num_draft_tokens: int = 7, *, max_ngram: int = 4, min_ngram: int = 2) -> Drafter:
     """Looks up the longest suffix of the text, max_ngram .. min_ngram tokens long, that occurred before.
 
     The most recent occurrence wins. Proposes what followed it, up to and including an end id and never past the text
@@ -18,7 +18,8 @@ def ngram(num_draft_tokens: int = 7, *, max_ngram: int = 3, min_ngram: int = 1) 
 
     Args:
       num_draft_tokens: longest proposal, N.
-      max_ngram, min_ngram: tokens that have to match.
+      max_ngram, min_ngram: tokens that have to match. A single token is a poor guide and seldom pays for the
+        wider window.
 
     Raises:
       ValueError: num_draft_tokens < 1 or not 1 <= min_ngram <= max_ngram.
