@@ -56,7 +56,7 @@ def _drafter(program: Program, weights: Weights) -> Drafter:
 def start(program: Program, weights: Weights, text: Text, keys: Array, limits: Limits, *, chunk: int) -> State:
     """Prefill; rows without a budget are finished at once."""
     state = prefill(program.model, weights.target, _drafter(program, weights), text, keys, chunk=chunk)
-    return state._replace(finish=jnp.where(limits.max_new_tokens > 0, RUNNING, LENGTH))
+    return state._replace(finish=jnp.where(limits.max_new_tokens > 0, jnp.int32(RUNNING), jnp.int32(LENGTH)))
 
 
 @functools.partial(jax.jit, static_argnames=("program",), donate_argnames=("state",))
