@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from specjax.types import Array
 
 BLOCK = 512  # slots; on CPU smaller blocks cost more in dispatch than they save in reading
+FEW = 4  # rows
 HIDDEN = -1e30  # a score that no visible one is near; finite, so that a block without visible slots stays finite
 
 
@@ -79,18 +80,47 @@ def _block(q: Array, k: Array, v: Array, visible: Array, written: Array) -> tupl
     """q [B, H, M, D], M = groups * T -> highest score, summed weights [B, H, M, 1], weighted values [B, H, M, D]."""
     batch, kv_heads, rows, _ = q.shape
     width, size = visible.shape[1:]
-    v = jnp.where(written[:, None, :, None], v, jnp.zeros((), v.dtype))
-    k, v = (jax.lax.bitcast_convert_type(x, q.dtype) if x.dtype == jnp.uint16 else x for x in (k, v))
-    scores = jnp.einsum("bhmd,bhsd->bhms", q, k, preferred_element_type=jnp.float32, precision="highest")
-    scores = scores.reshape(batch, kv_heads, rows // width, width, size)
+    scores = _scores(q, k).reshape(batch, kv_heads, rows // width, width, size)
     scores = jnp.where(visible[:, None, None], scores, HIDDEN).reshape(batch, kv_heads, rows, size)
     top = jnp.max(scores, axis=-1, keepdims=True)
     weights = jnp.exp(scores - top)
-    total = jnp.sum(weights, axis=-1, keepdims=True)
-    out = jnp.einsum(
-        "bhms,bhsd->bhmd", weights.astype(q.dtype), v, preferred_element_type=jnp.float32, precision="highest"
-    )
-    return top, total, out
+    return top, jnp.sum(weights, axis=-1, keepdims=True), _mix(weights.astype(q.dtype), v, written)
+
+
+def _scores(q: Array, k: Array) -> Array:
+    """q [B, H, M, D] against k [B, H, S, D] -> [B, H, M, S] float32."""
+    if k.dtype == jnp.uint16:
+        k = jax.lax.bitcast_convert_type(k, q.dtype)
+    rows = q.shape[2]
+    if rows > FEW or q.dtype == jnp.bfloat16:
+        return jnp.einsum("bhmd,bhsd->bhms", q, k, preferred_element_type=jnp.float32, precision="highest")
+    # A few rows at a time XLA:CPU packs the keys first, which takes longer than one product after the other.
+    return jnp.stack([jnp.einsum("bhd,bhsd->bhs", q[:, :, m], k, precision="highest") for m in range(rows)], axis=2)
+
+
+def _mix(weights: Array, v: Array, written: Array) -> Array:
+    """weights [B, H, M, S] times v [B, H, S, D], whatever the slots that are not written hold."""
+
+    def mix(v):
+        return jnp.einsum("bhms,bhsd->bhmd", weights, v, preferred_element_type=jnp.float32, precision="highest")
+
+    def clean(written):
+        return jnp.where(written[:, None, :, None], v, jnp.zeros((), v.dtype))
+
+    if v.dtype == jnp.uint16:  # to be copied in any case
+        return mix(jax.lax.bitcast_convert_type(clean(written), weights.dtype))
+    # Cleaning copies all values of the layer. The weight of an unseen slot is exactly 0, so if the result is finite
+    # they were clean; if not, once more. A loop of at most one turn: around a cond XLA:CPU would copy the cache, and
+    # without `again` in the mask it would clean ahead of the loop.
+    def redo(carry):
+        again, _ = carry
+        return jnp.zeros_like(again), mix(clean(written & again))
+
+    def dirty(carry):
+        again, out = carry
+        return again & ~jnp.all(jnp.isfinite(out))
+
+    return jax.lax.while_loop(dirty, redo, (jnp.array(True), mix(v)))[1]
 
 
 def _blocks(q: Array, k: Array, v: Array, slots: Reach) -> tuple[Array, Array, Array]:

@@ -2,7 +2,8 @@
 
 `model` is the pure model of a configuration; `Llama` is the module behind it, for those who train or change one.
 `params_from_tensors` fills the tree strictly by name, so that no weight is ever random by accident. The table maps
-Hugging Face tensors (i counts layers) to the tree; linear weights are ``[out, in]`` there and ``[in, out]`` here.
+Hugging Face tensors (i counts layers) to the tree; linear weights are ``[out, in]`` there and ``[in, out]`` here, all
+but one: of the shapes of a Llama only `down` is read faster as ``[out, in]`` (by a factor of 2 for one row).
 
     ours                     shape                         Hugging Face tensors
     embedding                [hidden, vocab]               model.embed_tokens.weight, transposed
@@ -14,7 +15,7 @@ Hugging Face tensors (i counts layers) to the tree; linear weights are ``[out, i
     layers/i/post_norm       [hidden]                      model.layers.i.post_attention_layernorm.weight
     layers/i/gate_up         [hidden, 2 ffn]               model.layers.i.mlp.{gate,up}_proj.weight, side by side
     layers/i/gate_up_bias    [2 ffn]                       model.layers.i.mlp.{gate,up}_proj.bias (mlp_bias)
-    layers/i/down            [ffn, hidden]                 model.layers.i.mlp.down_proj.weight
+    layers/i/down            [hidden, ffn]                 model.layers.i.mlp.down_proj.weight, as it is
     layers/i/down_bias       [hidden]                      model.layers.i.mlp.down_proj.bias (mlp_bias)
     final_norm               [hidden]                      model.norm.weight
     head                     [hidden, vocab]               lm_head.weight (absent when tie_embeddings)
@@ -44,12 +45,13 @@ class Source(NamedTuple):
 
     names: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
+    transposed: bool = True
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of the weight in our tree."""
         joined = (sum(shape[0] for shape in self.shapes), *self.shapes[0][1:])
-        return joined[::-1]
+        return joined[::-1] if self.transposed else joined
 
 
 def _layer_sources(config: LlamaConfig, index: int) -> dict[str, Source]:
@@ -67,7 +69,7 @@ def _layer_sources(config: LlamaConfig, index: int) -> dict[str, Source]:
         "o": source(["self_attn.o_proj.weight"], [e], q),
         "post_norm": source(["post_attention_layernorm.weight"], [e]),
         "gate_up": source([f"{name}.weight" for name in gate_up], [f, f], e),
-        "down": source(["mlp.down_proj.weight"], [e], f),
+        "down": source(["mlp.down_proj.weight"], [e], f)._replace(transposed=False),
     }
     if config.attention_bias:
         sources["qkv_bias"] = source([f"{name}.bias" for name in qkv], [q, kv, kv])
@@ -124,7 +126,8 @@ def params_from_tensors(
                 raise ValueError(f"tensor {name!r} has shape {part.shape}, the configuration needs {shape}")
             parts.append(part)
         joined = parts[0] if len(parts) == 1 else np.concatenate(parts)
-        return jnp.asarray(np.ascontiguousarray(joined.astype(dtype).T))
+        joined = joined.astype(dtype)
+        return jnp.asarray(np.ascontiguousarray(joined.T) if source.transposed else joined)
 
     params = jax.tree.map(build, sources(config), is_leaf=_is_source)
     return stack_layers(params) if scan_layers else params
@@ -170,12 +173,12 @@ def model(config: LlamaConfig, *, dtype=jnp.float32, scan_layers: bool = False) 
     return from_nnx(module)[0]
 
 
-def linear(x: Array, weight: nnx.Param, bias: nnx.Param | None = None) -> Array:
-    """x [B, T, in] float32 times weight [in, out], in the weight's type with float32 accumulation and result."""
-    weight = weight[...]
+def linear(x: Array, weight: nnx.Param, bias: nnx.Param | None = None, layout: str = "io") -> Array:
+    """x [B, T, in] float32 times weight [in, out] (or "oi"), accumulated in float32 from operands of its type."""
+    rows = x.reshape(-1, x.shape[-1]).astype(weight.dtype)
     y = jnp.einsum(
-        "bti,io->bto", x.astype(weight.dtype), weight, preferred_element_type=jnp.float32, precision="highest"
-    )
+        f"ti,{layout}->to", rows, weight[...], preferred_element_type=jnp.float32, precision="highest"
+    ).reshape(*x.shape[:-1], -1)
     return y if bias is None else y + _row(bias)
 
 
@@ -215,7 +218,7 @@ class Layer(nnx.Module):
         x = x + linear(y.reshape(batch, width, config.q_size), self.o, self.o_bias)
         y = linear(rms_norm(x, self.post_norm, config.rms_eps), self.gate_up, self.gate_up_bias)
         gate, up = jnp.split(y, 2, axis=-1)
-        return x + linear(jax.nn.silu(gate) * up, self.down, self.down_bias), k, v
+        return x + linear(jax.nn.silu(gate) * up, self.down, self.down_bias, "oi"), k, v
 
 
 class Window(NamedTuple):
