@@ -9,6 +9,7 @@ speculation in turn on the same prompts, warm, and says whether the texts are eq
 """
 
 import argparse
+import functools
 import json
 import os
 import pathlib
@@ -25,13 +26,13 @@ DEMO_PROMPTS = [
     "Fix the typos and print the whole text again: The harbour of Lindholm was build in 1874 by the fishermen of the "
     "village. The harbour of Lindholm was widened in 1921 by the fishermen of the village and their sons. In 1956 the "
     "harbour of Lindholm lost its ferry to the new bridge.",
-    "Rename the variable total to amount and print the whole program:\n\n```python\ndef price(items, tax):\n    total = 0\n"
-    "    for item in items:\n        total = total + item.price\n    total = total + total * tax\n    return total\n```",
+    "Add a comment to this program and print it again:\n\n```python\ndef price(items, tax):\n    total = 0\n    for item in "
+    "items:\n        total = total + item.price\n    total = total + total * tax\n    return total\n```",
 ]
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("prompt", nargs="*", help="prompts; '-' reads one from stdin")
     parser.add_argument("--file", type=pathlib.Path, help="a text file with one prompt, or JSON lines with 'prompt'")
     parser.add_argument("--demo", action="store_true", help="built-in prompts for an instruct model (implies --chat)")
@@ -147,9 +148,9 @@ def compare(lm, prompts: list[str], drafter, args: argparse.Namespace) -> dict:
     plains = {args.dtype: lm, other: specjax.load(args.model, dtype=other)}
     rows = []
     for index, prompt in enumerate(prompts):
-        chosen = options(args) | {"seed": args.seed + index}
-        calls = {f"plain {dtype}": lambda m=model: specjax.generate(m, prompt, **chosen) for dtype, model in plains.items()}
-        calls["speculative"] = lambda: specjax.generate(lm, prompt, drafter=drafter, **chosen)
+        run = functools.partial(specjax.generate, prompts=prompt, **options(args) | {"seed": args.seed + index})
+        calls = {f"plain {dtype}": functools.partial(run, model) for dtype, model in plains.items()}
+        calls["speculative"] = functools.partial(run, lm, drafter=drafter)
         results = {name: call() for name, call in calls.items()}  # compiles
         seconds: dict[str, list[float]] = {name: [] for name in calls}
         for repeat in range(args.repeats):
@@ -179,7 +180,7 @@ def summarise(lm, prompt: str, results: dict, seconds: dict, args: argparse.Name
     if not row["equal"] and args.temperature == 0:
         ids = lm.encode_chat(prompt) if args.chat or args.demo else lm.tokenizer.encode(prompt)
         found = parity.divergence(lm, ids, same_build.tokens[0], spec.tokens[0])
-        row["divergence"] = found._asdict()
+        row["divergence"] = found and found._asdict()
     return row
 
 
@@ -202,14 +203,17 @@ def print_comparison(result: dict, args: argparse.Namespace) -> None:
         rates = row["tokens_per_second"]
         print(f"\n> {row['prompt']}\n{row['text'].strip()}")
         print(
-            f"  [{row['tokens']} tokens: plain {rates[baseline]:.1f} tok/s, speculative {rates['speculative']:.1f} tok/s, "
-            f"ratio {rates['speculative'] / rates[baseline]:.2f}, tau {row['tau']:.2f}, {describe_equality(row, args)}]"
+            f"  [{row['tokens']} tokens: plain {rates[baseline]:.1f} tok/s, "
+            f"speculative {rates['speculative']:.1f} tok/s, ratio {rates['speculative'] / rates[baseline]:.2f}, "
+            f"tau {row['tau']:.2f}, {describe_equality(row, args)}]"
         )
     rates = result["total"]["tokens_per_second"]
     print(f"\n{args.model}, {args.dtype}, {args.drafter} drafter, batch 1, temperature {args.temperature}")
     for name, value in rates.items():
-        print(f"  {name:16s} {value:7.1f} tok/s{'  <- baseline, the fastest plain decoding' if name == baseline else ''}")
-    print(f"  speed-up {result['total']['ratio']:.2f}x, texts {'equal' if result['total']['equal'] else 'not all equal'}")
+        mark = "  <- baseline, the fastest plain decoding" if name == baseline else ""
+        print(f"  {name:16s} {value:7.1f} tok/s{mark}")
+    texts = "equal" if result["total"]["equal"] else "not all equal"
+    print(f"  speed-up {result['total']['ratio']:.2f}x, texts {texts}")
 
 
 def describe_equality(row: dict, args: argparse.Namespace) -> str:

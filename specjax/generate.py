@@ -11,7 +11,7 @@ from specjax import loop, request
 from specjax.models.language_model import LanguageModel
 from specjax.request import Request
 from specjax.result import Detokenizer, Generation, StopStrings, reasons
-from specjax.round import RUNNING, STOP
+from specjax.round import RUNNING, STOP, State
 from specjax.stats import Counts, Stats
 from specjax.types import Drafter
 
@@ -37,23 +37,23 @@ def generate(
 
     Args:
       lm: what `specjax.load` returned, or ``LanguageModel(model, params)`` around your own.
-      prompts: a string, token ids, a conversation (list of messages, with chat=True), or a list of any of them. ``[]`` is
-        an empty batch. An empty prompt becomes the begin token, if the model has one.
+      prompts: a string, token ids, a conversation (list of messages, with chat=True), or a list of any of them.
+        ``[]`` is an empty batch. An empty prompt becomes the begin token, if the model has one.
       drafter: a draft source; None decodes plainly.
-      rule: "rejection", "block" or "match". Default: "rejection" where proposals carry probabilities, "match" for point
-        masses and plain decoding. All are exact. With "match" the text depends on prompt and seed alone; with the others
-        the draws, not their law, may differ between drafters and numbers of draft tokens.
+      rule: "rejection", "block" or "match". Default: "rejection" where proposals carry probabilities, "match" for
+        point masses and plain decoding. All are exact. With "match" the text depends on prompt and seed alone; with
+        the others the draws, not their law, may differ between drafters and numbers of draft tokens.
       max_new_tokens: one number, or one per prompt.
-      seed: an int s gives row i the seed s + i; or one per row. Prompt and seed determine the text: alone, in any batch, at
-        any index.
+      seed: an int s gives row i the seed s + i; or one per row. Prompt and seed determine the text: alone, in any
+        batch, at any index.
       n: samples per prompt; row i * n + j is sample j of prompt i.
       chat: apply the model's chat template.
       eos_ids: ids that end a text, default the model's; [] never stops.
-      stop: strings and token sequences (lists of ids) that end a text. Tokens end with the one that completes the match;
-        the text is cut before a stop string. With stop strings the rounds are run from Python.
+      stop: strings and token sequences (lists of ids) that end a text. Tokens end with the one that completes the
+        match; the text is cut before a stop string. With stop strings the rounds are run from Python.
       logprobs: report log-probabilities of the emitted tokens, raw and warped.
-      on_capacity: "error" refuses a request that does not fit the model's context; "truncate" cuts its budget, and a row
-        that uses it up ends with "capacity".
+      on_capacity: "error" refuses a request that does not fit the model's context; "truncate" cuts its budget, and a
+        row that uses it up ends with "capacity".
       prefill_chunk: prompt tokens per forward pass.
       **sampling: temperature (default 0, greedy), top_k, top_p, min_p, repetition_penalty, presence_penalty,
         frequency_penalty, logit_bias, banned_tokens, min_new_tokens; each one value, or one per prompt. See
@@ -105,19 +105,17 @@ class Rounds:
         self._detokenizers = None if tokenizer is None else [Detokenizer(tokenizer) for _ in range(rows)]
         self._stops = [StopStrings(made.stop_strings) for _ in range(rows)]
         self._counts = jax.device_get(Counts.zeros(rows, made.program.drafter.num_draft_tokens))
-        self._state = None
 
     def __iter__(self) -> Iterator[list[list[tuple[int, str, bool]]]]:
         made = self.request
-        program = made.program.prefill()
-        self._state = loop.start(program, made.weights, made.text, made.keys, made.limits, chunk=made.chunk)
-        self.finish = jax.device_get(self._state.finish)
+        state = loop.start(made.program.prefill(), made.weights, made.text, made.keys, made.limits, chunk=made.chunk)
+        self.finish = jax.device_get(state.finish)
         while np.any(self.finish == RUNNING):
-            self._state, info = loop.step(made.program, made.weights, self._state, made.sampling, made.limits)
-            state = self._state
+            state, info = loop.step(made.program, made.weights, state, made.sampling, made.limits)
             info, finish, counts, lengths = jax.device_get((info, state.finish, state.counts, state.text.lengths))
             pieces = [self._take(row, info) for row in range(len(self.tokens))]
-            self._settle(info, finish, counts, lengths, np.asarray([len(row) for row in pieces]))
+            kept = np.asarray([len(row) for row in pieces])
+            state = self._settle(state, info, finish, counts, lengths, kept)
             yield pieces
 
     def _take(self, row: int, info: Any) -> list[tuple[int, str, bool]]:
@@ -136,20 +134,22 @@ class Rounds:
                 break
         return pieces
 
-    def _settle(self, info: Any, finish: np.ndarray, counts: Counts, lengths: np.ndarray, kept: np.ndarray) -> None:
+    def _settle(
+        self, state: State, info: Any, finish: np.ndarray, counts: Counts, lengths: np.ndarray, kept: np.ndarray
+    ) -> State:
         """Ends rows at stop strings: state, counts and finish are cut like the tokens."""
         found = np.asarray([stops.found for stops in self._stops]) & (self.finish == RUNNING)
         if np.any(found):
             kept = np.where(found, kept, info.count)
             counts = self._counts.cut(counts, kept)
             finish = np.where(found, STOP, finish).astype(np.int32)
-            lengths = lengths - info.count + kept
-            state = self._state._replace(counts=jax.tree.map(jnp.asarray, counts))
-            self._state = loop.cut(state, jnp.asarray(lengths), jnp.asarray(finish))
+            state = state._replace(counts=jax.tree.map(jnp.asarray, counts))
+            state = loop.cut(state, jnp.asarray(lengths - info.count + kept), jnp.asarray(finish))
         for row in np.flatnonzero((finish != RUNNING) & (self.finish == RUNNING) & ~found):
             tail = "" if self._detokenizers is None else self._detokenizers[row].flush()
             self.texts[row] += self._stops[row].push(tail) + self._stops[row].flush()
         self.finish, self._counts = finish, counts
+        return state
 
     def result(self) -> Generation:
         """What has been generated so far; ``finish_reasons`` of rows that have not ended are None."""

@@ -33,7 +33,10 @@ def row_keys(seeds) -> Array:
 
 
 def at(keys: Array, role: Role, positions: Array) -> Array:
-    """Keys [B] of a role at absolute ``positions [B]``, below 2**29. One hash: compile time of the loop is mostly hashes."""
+    """Keys [B] of a role at absolute ``positions [B]``, below 2**29.
+
+    One hash: the compile time of the loop is mostly hashes.
+    """
     return jax.vmap(jax.random.fold_in)(keys, positions.astype(jnp.uint32) * len(Role) + role)
 
 

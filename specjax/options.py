@@ -137,7 +137,9 @@ def _bias_tables(batch: int, vocab_size: int, logit_bias: Any, banned_tokens: An
     bans = list(banned_tokens) if per_row else [banned_tokens] * batch
     for name, given in (("logit_bias", biases), ("banned_tokens", bans)):
         if len(given) != batch:
-            raise ValueError(f"{name} has {len(given)} entries for {batch} prompts: give one for all, or one per prompt")
+            raise ValueError(
+                f"{name} has {len(given)} entries for {batch} prompts: give one for all, or one per prompt"
+            )
     for row, table in enumerate(tables):
         for token, value in biases[row].items():
             if isinstance(value, bool) or not isinstance(value, numbers.Real) or not _float32(value) < math.inf:

@@ -97,6 +97,8 @@ def _check_numbers(**values: Any) -> None:
 
 def _encode(lm: LanguageModel, prompts: Any, chat: bool) -> list[Any]:
     """Prompts in any accepted form as a list of id lists."""
+    if not hasattr(prompts, "__len__"):
+        raise ValueError(f"prompts={prompts!r}: give a string, token ids, a conversation, or a list of them")
     if isinstance(prompts, (str, Mapping)):
         prompts = [prompts] if isinstance(prompts, str) else [[prompts]]
     elif len(prompts) and all(isinstance(item, numbers.Integral) for item in prompts):
@@ -107,7 +109,9 @@ def _encode(lm: LanguageModel, prompts: Any, chat: bool) -> list[Any]:
 
 
 def _encode_one(lm: LanguageModel, prompt: Any, chat: bool, row: int) -> Any:
-    is_text = isinstance(prompt, str) or (len(prompt) and isinstance(prompt[0], Mapping))
+    if not hasattr(prompt, "__len__"):
+        raise ValueError(f"prompt {row} is {prompt!r}: give a string, token ids, or a list of messages")
+    is_text = isinstance(prompt, str) or (len(prompt) > 0 and isinstance(prompt[0], Mapping))
     if is_text and lm.tokenizer is None:
         raise ValueError(f"prompt {row} is text, but this model has no tokenizer: pass token ids")
     if chat:
@@ -116,7 +120,7 @@ def _encode_one(lm: LanguageModel, prompt: Any, chat: bool, row: int) -> Any:
         return lm.encode_chat(prompt)
     if is_text and not isinstance(prompt, str):
         raise ValueError(f"prompt {row} is a list of messages: pass chat=True to apply the chat template")
-    return lm.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+    return lm.tokenizer.encode(prompt) if isinstance(prompt, str) and lm.tokenizer is not None else prompt
 
 
 def _checked(ids: Any, row: int, lm: LanguageModel) -> list[int]:
@@ -130,7 +134,7 @@ def _checked(ids: Any, row: int, lm: LanguageModel) -> list[int]:
 
 def _stop(stop: Any, lm: LanguageModel, vocab: int) -> tuple[np.ndarray, tuple[str, ...]]:
     """Token sequences, left-padded with -1 to bucketed sizes, and stop strings."""
-    items = [stop] if isinstance(stop, str) else list(stop or ())
+    items: list[Any] = [stop] if isinstance(stop, (str, numbers.Integral)) else list(() if stop is None else stop)
     strings = tuple(item for item in items if isinstance(item, str))
     if "" in strings:
         raise ValueError("stop contains the empty string, which every text ends with: remove it")
@@ -175,8 +179,9 @@ def _fit(lengths: np.ndarray, budget: np.ndarray, context: int | None, drafter: 
     over = lengths.astype(np.int64) + budget > limit
     for row in np.flatnonzero(over):
         if on_capacity == "error" or lengths[row] > limit:
+            remedy = "lower max_new_tokens or pass on_capacity='truncate'"
             raise ValueError(
                 f"prompt {row} has {lengths[row]} tokens and max_new_tokens is {budget[row]}, but {whose} is {limit}: "
-                + ("shorten the prompt" if lengths[row] > limit else "lower max_new_tokens or pass on_capacity='truncate'")
+                + ("shorten the prompt" if lengths[row] > limit else remedy)
             )
     return np.where(over, limit - lengths, budget).astype(np.int32), over

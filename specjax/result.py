@@ -30,8 +30,8 @@ def reasons(finish: np.ndarray, truncated: np.ndarray) -> list[str | None]:
 class Detokenizer:
     """Turns tokens into text piece by piece, never half a character.
 
-    The text of a token can depend on its neighbours, so a piece is the difference of two decodings that start at the same
-    token; text ending in U+FFFD waits for the bytes that complete it.
+    The text of a token can depend on its neighbours, so a piece is the difference of two decodings that start at the
+    same token; text ending in U+FFFD waits for the bytes that complete it.
     """
 
     def __init__(self, tokenizer: Any):

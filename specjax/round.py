@@ -1,8 +1,8 @@
 """prefill, and one round: draft -> verify -> accept -> commit.
 
 Both are pure and jit-compatible: model, drafter functions and rule are static, everything else is traced. The state
-between rounds holds the text, the target's cache, the drafter's state and the counts; ``cache.lengths == text.lengths - 1``
-always, because the last committed token is pending: the next window starts with it.
+between rounds holds the text, the target's cache, the drafter's state and the counts. ``cache.lengths`` is always
+``text.lengths - 1``, because the last committed token is pending: the next window starts with it.
 """
 
 import functools
@@ -103,8 +103,8 @@ def _check_cache(cache: KVCache, batch: int, capacity: int) -> None:
     for leaf in jax.tree.leaves((cache.k, cache.v)):
         if leaf.ndim < 4 or leaf.shape[-2] != capacity:
             raise ValueError(
-                f"init_cache({batch}, {capacity}) gave layers of shape {leaf.shape}, {leaf.shape[-2]} slots: rounds roll "
-                f"back by length alone, which needs [.., B, H, S, D] with S = {capacity}"
+                f"init_cache({batch}, {capacity}) gave layers of shape {leaf.shape}, {leaf.shape[-2]} slots: rounds "
+                f"roll back by length alone, which needs [.., B, H, S, D] with S = {capacity}"
             )
 
 
@@ -169,7 +169,7 @@ def round(
 
 
 def _once(flag: Array, fn: Callable[[PyTree], PyTree], carry: PyTree) -> PyTree:
-    """``fn(carry)`` where flag, else carry. A loop of at most one step: unlike ``lax.cond`` it updates caches in place."""
+    """``fn(carry)`` where flag, else carry: a loop of at most one step, which unlike ``lax.cond`` copies no cache."""
     return lax.while_loop(lambda c: c[0], lambda c: (jnp.zeros_like(flag), fn(c[1])), (flag, carry))[1]
 
 

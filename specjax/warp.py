@@ -158,7 +158,10 @@ def _filter(logits: Array, weights: Array, k: Array, p: Array) -> Array:
         cut_k = lax.cond(jnp.any(k < vocab), lambda: _bisect(lambda cut: size(keys >= cut) >= k, low), lambda: low)
         ties_k = k - size(keys > cut_k)
         wanted = p * (mass(keys > cut_k) + ties_k.astype(jnp.float32) * weight_at(cut_k))
-        enough = lambda cut: (cut <= cut_k) | (mass(keys >= cut) >= wanted)  # noqa: E731
+
+        def enough(cut):
+            return (cut <= cut_k) | (mass(keys >= cut) >= wanted)
+
         cut = lax.cond(jnp.any(p < 1), lambda: _bisect(enough, low), lambda: cut_k)
         cut = jnp.where(p < 1, cut, cut_k)
         edge = weight_at(cut)

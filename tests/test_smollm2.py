@@ -110,7 +110,7 @@ def sampled(smollm2):
     return specjax.generate(smollm2, prompts(8), seed=list(range(20, 28)), **SAMPLED)
 
 
-SAMPLED = dict(chat=True, max_new_tokens=NEW_TOKENS, temperature=1.0, rule="match")
+SAMPLED = {"chat": True, "max_new_tokens": NEW_TOKENS, "temperature": 1.0, "rule": "match"}
 MATCH_DRAFTERS = {
     "plain": lambda lm: None,
     "ngram-3": lambda lm: specjax.drafters.ngram(3),
@@ -149,7 +149,7 @@ def test_a_draft_model_of_the_target_s_own_layers_is_followed_where_it_is_right(
 
 def test_bfloat16_parts_only_at_near_ties(drafters):
     lm = specjax.load("smollm2-135m-instruct", dtype="bfloat16")
-    options = dict(chat=True, max_new_tokens=NEW_TOKENS)
+    options = {"chat": True, "max_new_tokens": NEW_TOKENS}
     wanted = specjax.generate(lm, prompts(3), **options)
     out = specjax.generate(lm, prompts(3), drafter=drafters("ngram", 7), **options)
     assert_same_up_to_near_ties(lm, 3, out.tokens, wanted.tokens, "bfloat16")

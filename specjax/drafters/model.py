@@ -31,8 +31,9 @@ def model(
       draft: the small model.
       target: the model it drafts for; compared, not used.
       num_draft_tokens: chain length K.
-      coupled: draw drafts with the noise the target will use (rule "match"): the text stays that of plain decoding with the
-        same seed, and more of it is accepted. Proposals are then a function of context and noise, so they are point masses.
+      coupled: draw drafts with the noise the target will use (rule "match"): the text stays that of plain decoding
+        with the same seed, and more of it is accepted. Proposals are then a function of context and noise, so they
+        are point masses.
       max_length: longest text (prompt and output) that will be asked for; default the target's context.
 
     Raises:
