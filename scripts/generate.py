@@ -26,8 +26,9 @@ DEMO_PROMPTS = [
     "Fix the typos and print the whole text again: The harbour of Lindholm was build in 1874 by the fishermen of the "
     "village. The harbour of Lindholm was widened in 1921 by the fishermen of the village and their sons. In 1956 the "
     "harbour of Lindholm lost its ferry to the new bridge.",
-    "Add a comment to this program and print it again:\n\n```python\ndef price(items, tax):\n    total = 0\n    for item in "
-    "items:\n        total = total + item.price\n    total = total + total * tax\n    return total\n```",
+    "Add a comment to this program and print it again:\n\n```python\ndef price(items, tax):\n    total = 0\n"
+    "    for item in items:\n        total = total + item.price\n    total = total + total * tax\n"
+    "    return total\n```",
 ]
 
 
