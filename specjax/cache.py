@@ -49,7 +49,7 @@ def write(layer: Array, window: Array, lengths: Array, index: Array | None = Non
     """
     batch, width = window.shape[:2]
     if layer.dtype == jnp.uint16 and window.dtype != jnp.uint16:
-        window = jax.lax.bitcast_convert_type(window.astype(jnp.bfloat16), jnp.uint16)
+        window = _bits(window)
     rows = jnp.arange(batch)[:, None]
     slots = lengths[:, None] + jnp.arange(width)[None]
     if batch * width == 1:
@@ -59,6 +59,16 @@ def write(layer: Array, window: Array, lengths: Array, index: Array | None = Non
         window = jnp.concatenate([window, window], axis=1)
     at = (rows, slice(None), slots) if index is None else (index, rows, slice(None), slots)
     return layer.at[at].set(window.astype(layer.dtype), mode="drop")
+
+
+@jax.custom_jvp
+def _bits(x: Array) -> Array:
+    return jax.lax.bitcast_convert_type(x.astype(jnp.bfloat16), jnp.uint16)
+
+
+@_bits.defjvp
+def _no_gradient(primals, tangents):
+    raise TypeError("gradients do not flow through a bfloat16 cache: it holds bits; train without a cache")
 
 
 def commit(cache: KVCache, path: Array | None, count: Array) -> KVCache:

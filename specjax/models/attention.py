@@ -23,7 +23,7 @@ class Reach(NamedTuple):
     """What a window may look at: made once per forward pass, shared by all layers."""
 
     visible: Array  # [B, T, S] bool, window row t of row b sees slot s
-    written: Array  # [B, S] bool, the slot is committed or in the window
+    written: Array | None  # [B, S] bool, the slot is committed or in the window; None: all of them are
     blocks: Array  # [] int32, leading blocks that hold a written slot
 
 
@@ -68,7 +68,7 @@ def attend(q: Array, k: Array, v: Array, slots: Reach) -> Array:
     # The query heads of one kv head are rows of one matrix: XLA:CPU transposes all keys for two row axes.
     q = (q * dim**-0.5).astype(dtype).reshape(batch, width, kv_heads, groups, dim)
     q = q.transpose(0, 2, 3, 1, 4).reshape(batch, kv_heads, groups * width, dim)
-    if capacity <= BLOCK:
+    if capacity <= BLOCK or slots.written is None:
         _, total, out = _block(q, k, v, slots.visible, slots.written)
     else:
         _, total, out = _blocks(q, k, v, slots)
@@ -76,7 +76,7 @@ def attend(q: Array, k: Array, v: Array, slots: Reach) -> Array:
     return out.transpose(0, 3, 1, 2, 4).reshape(batch, width, heads, dim)
 
 
-def _block(q: Array, k: Array, v: Array, visible: Array, written: Array) -> tuple[Array, Array, Array]:
+def _block(q: Array, k: Array, v: Array, visible: Array, written: Array | None) -> tuple[Array, Array, Array]:
     """q [B, H, M, D], M = groups * T -> highest score, summed weights [B, H, M, 1], weighted values [B, H, M, D]."""
     batch, kv_heads, rows, _ = q.shape
     width, size = visible.shape[1:]
@@ -98,11 +98,14 @@ def _scores(q: Array, k: Array) -> Array:
     return jnp.stack([jnp.einsum("bhd,bhsd->bhs", q[:, :, m], k, precision="highest") for m in range(rows)], axis=2)
 
 
-def _mix(weights: Array, v: Array, written: Array) -> Array:
+def _mix(weights: Array, v: Array, written: Array | None) -> Array:
     """weights [B, H, M, S] times v [B, H, S, D], whatever the slots that are not written hold."""
 
     def mix(v):
         return jnp.einsum("bhms,bhsd->bhmd", weights, v, preferred_element_type=jnp.float32, precision="highest")
+
+    if written is None:
+        return mix(v)
 
     def clean(written):
         return jnp.where(written[:, None, :, None], v, jnp.zeros((), v.dtype))

@@ -204,16 +204,19 @@ class Layer(nnx.Module):
         self.gate_up, self.gate_up_bias = param("gate_up"), param("gate_up_bias")
         self.down, self.down_bias = param("down"), param("down_bias")
 
-    def __call__(self, x: Array, k: Array, v: Array, lengths: Array, window: "Window") -> tuple[Array, Array, Array]:
-        """x [B, T, E] and this layer's cache k, v [B, H, S, D] (or all layers', see `Window`) -> the same three."""
+    def __call__(self, x: Array, k: Array | None, v: Array | None, lengths: Array, window: "Window"):
+        """x [B, T, E] and this layer's cache k, v [B, H, S, D] (or all layers', or None) -> the same three."""
         config, (batch, width, _) = window.config, x.shape
         heads, kv_heads = config.num_heads, config.num_kv_heads
         y = linear(rms_norm(x, self.input_norm, config.rms_eps), self.qkv, self.qkv_bias)
         y = y.reshape(batch, width, heads + 2 * kv_heads, config.head_dim)
         q, k_new, v_new = jnp.split(y, [heads, heads + kv_heads], axis=2)
-        k = kv.write(k, rotate(k_new, window.cos_sin), lengths, window.layer)
-        v = kv.write(v, v_new, lengths, window.layer)
-        k_here, v_here = (k, v) if window.layer is None else (k[window.layer], v[window.layer])
+        k_new = rotate(k_new, window.cos_sin)
+        if k is None:
+            k_here, v_here = (y.swapaxes(1, 2).astype(self.qkv.dtype) for y in (k_new, v_new))
+        else:
+            k, v = kv.write(k, k_new, lengths, window.layer), kv.write(v, v_new, lengths, window.layer)
+            k_here, v_here = (k, v) if window.layer is None else (k[window.layer], v[window.layer])
         y = attend(rotate(q, window.cos_sin), k_here, v_here, window.slots)
         x = x + linear(y.reshape(batch, width, config.q_size), self.o, self.o_bias)
         y = linear(rms_norm(x, self.post_norm, config.rms_eps), self.gate_up, self.gate_up_bias)
@@ -286,47 +289,54 @@ class Llama(nnx.Module):
         )  # fmt: skip
 
     def __call__(
-        self, tokens: Array, positions: Array, window_mask: Array | None, cache: KVCache, *,
+        self, tokens: Array, positions: Array, window_mask: Array | None, cache: KVCache | None, *,
         feature_layers: tuple[int, ...] = (), logits_at: Array | None = None,
     ) -> ModelOutput:  # fmt: skip
-        """Reads a window; arguments and result as in `specjax.types.Model`."""
+        """Reads a window; arguments and result as in `specjax.types.Model`.
+
+        Without a cache (None) the window is the whole text and the result has none either: the way to take gradients.
+        """
         if tokens.size == 1 and self.embedding.dtype == jnp.bfloat16:
             window = _doubled(tokens, positions, window_mask)
             out = self(*window, cache, feature_layers=feature_layers, logits_at=logits_at)
             return out._replace(logits=out.logits[:, :1], features=out.features[:, :1])
-        capacity = jax.tree.leaves(cache.k)[0].shape[-2]
-        slots = reach(window_mask, cache.lengths, tokens.shape[1], capacity)
+        batch, width = tokens.shape
+        if cache is None:
+            slots = reach(window_mask, jnp.zeros(batch, jnp.int32), width, width)._replace(written=None)
+        else:
+            slots = reach(window_mask, cache.lengths, width, jax.tree.leaves(cache.k)[0].shape[-2])
         window = Window(self.config, angles(self.config, positions), slots)
         run = self._scanned if self.scan_layers else self._unrolled
-        x, streams, k, v = run(lookup(self.embedding, tokens), cache, window, bool(feature_layers))
+        x, streams, cache = run(lookup(self.embedding, tokens), cache, window, bool(feature_layers))
         x = rms_norm(x, self.final_norm, self.config.rms_eps)
         features = jnp.concatenate([[*streams, x][layer] for layer in feature_layers] or [x[..., :0]], axis=-1)
         if logits_at is not None:
             x = jnp.take_along_axis(x, logits_at[:, None, None], axis=1)
         logits = linear(x, self.embedding if self.head is None else self.head)
-        return ModelOutput(logits, features, KVCache(k, v, cache.lengths))
+        return ModelOutput(logits, features, cache)
 
-    def _unrolled(self, x: Array, cache: KVCache, window: Window, keep: bool):
-        streams, ks, vs = [x], [], []
-        for layer, k, v in zip(self.layers, cache.k, cache.v):
-            x, k, v = layer(x, k, v, cache.lengths, window)
+    def _unrolled(self, x: Array, cache: KVCache | None, window: Window, keep: bool):
+        count = self.config.num_layers
+        ks, vs, lengths = ([None] * count, [None] * count, None) if cache is None else (*map(list, cache[:2]), cache[2])
+        streams = [x]
+        for index, layer in enumerate(self.layers):
+            x, ks[index], vs[index] = layer(x, ks[index], vs[index], lengths, window)
             streams.append(x)
-            ks.append(k)
-            vs.append(v)
-        return x, streams, tuple(ks), tuple(vs)
+        return x, streams, None if cache is None else KVCache(tuple(ks), tuple(vs), lengths)
 
-    def _scanned(self, x: Array, cache: KVCache, window: Window, keep: bool):
+    def _scanned(self, x: Array, cache: KVCache | None, window: Window, keep: bool):
         graph, weights = nnx.split(self.layers)
+        k, v, lengths = (None, None, None) if cache is None else cache
 
         def step(carry, layer):
             index, weights = layer
-            x, k, v = nnx.merge(graph, weights)(*carry, cache.lengths, window._replace(layer=index))
+            x, k, v = nnx.merge(graph, weights)(*carry, lengths, window._replace(layer=index))
             return (x, k, v), x if keep else None
 
         # The cache is carried and written in place: as an input and output of the scan it would be copied.
-        indices = jnp.arange(self.config.num_layers)
-        (y, k, v), streams = jax.lax.scan(step, (x, cache.k, cache.v), (indices, weights))
-        return y, [x, *streams] if keep else [], k, v
+        (y, k, v), streams = jax.lax.scan(step, (x, k, v), (jnp.arange(self.config.num_layers), weights))
+        streams = [x, *streams] if keep else []
+        return y, streams, None if cache is None else KVCache(k, v, lengths)
 
 
 def _doubled(tokens: Array, positions: Array, window_mask: Array | None) -> tuple[Array, Array, Array | None]:
