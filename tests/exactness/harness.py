@@ -94,15 +94,20 @@ def padded(law: np.ndarray) -> np.ndarray:
     return np.pad(law, [(0, 1)] * law.ndim)
 
 
-def assert_law(sample: Callable[[int], np.ndarray], laws: Sequence[np.ndarray], names: Sequence[object]) -> None:
-    """``sample(seed)`` gives counts per law. One fixed key; a p-value under 1e-3 is tried again on 16 pooled seeds."""
+def assert_law(sample: Callable[[int], np.ndarray], laws: Sequence[np.ndarray], names: Sequence[object]) -> list[float]:
+    """``sample(seed)`` gives counts per law. One fixed key; a p-value under 1e-3 is tried again on 16 pooled seeds.
+
+    Returns the p-values of the fixed key.
+    """
     first = sample(0)
-    suspects = [i for i, law in enumerate(laws) if p_value(first[i], law) < THRESHOLD]
+    p_values = [p_value(counts, law) for counts, law in zip(first, laws, strict=True)]
+    suspects = [i for i, p in enumerate(p_values) if p < THRESHOLD]
     if suspects:
         pooled = sum(sample(seed) for seed in range(1, 17))
         for i in suspects:
             p = p_value(pooled[i], laws[i])
-            assert p >= THRESHOLD, f"{names[i]}: p = {p_value(first[i], laws[i]):.1e}, pooled over 16 seeds {p:.1e}"
+            assert p >= THRESHOLD, f"{names[i]}: p = {p_values[i]:.1e}, pooled over 16 seeds {p:.1e}"
+    return p_values
 
 
 def target_laws(config: HashConfig, seed: int, options: Sequence[Options], length: int, prompt=PROMPT):

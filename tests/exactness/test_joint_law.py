@@ -4,6 +4,9 @@ The target depends on its whole history through the cache, so a slot kept wrongl
 noise used twice shows as a wrong law. All option sets run as rows of one batch.
 """
 
+import json
+from pathlib import Path
+
 import jax
 import numpy as np
 import pytest
@@ -16,6 +19,7 @@ from tests.oracle.hashlm import HashConfig, hash_logits, hash_params
 from tests.oracle.joint import joint
 from tests.oracle.warp import Options, warp
 
+ROOT = Path(__file__).resolve().parents[2]
 CONFIG, LENGTH, ROWS = HashConfig(3), 5, 5000
 MODEL, PARAMS = hash_lm(CONFIG, seed=0)
 DRAFT = LanguageModel(*hash_lm(HashConfig(3, num_layers=1), seed=5))
@@ -74,7 +78,16 @@ def laws():
     return target_laws(CONFIG, 0, OPTIONS, LENGTH)
 
 
-def check(rule, drafter, laws):
+def record(name, p_values):
+    """Leaves the p-values for scripts/exactness_table.py."""
+    folder = ROOT / ".cache" / "exactness"
+    folder.mkdir(parents=True, exist_ok=True)
+    columns = [", ".join(f"{k} {v}" for k, v in vars(o).items() if v != getattr(Options(), k)) for o in OPTIONS]
+    entry = {"name": name, "rows": ROWS, "p_values": dict(zip(columns, p_values, strict=True))}
+    (folder / f"{name}.json").write_text(json.dumps(entry))
+
+
+def check(name, rule, drafter, laws):
     rounds = []
 
     def sample(seed):
@@ -82,7 +95,7 @@ def check(rule, drafter, laws):
         rounds.append(taken)
         return np.stack([histogram(rows, 3) for rows in tokens])
 
-    assert_law(sample, laws, OPTIONS)
+    record(name, assert_law(sample, laws, OPTIONS))
     # One round cannot show noise that is used twice or a cache that is wrong afterwards.
     assert (rounds[0] >= 3).mean() > 0.15, "too few rows took three rounds for this to mean much"
 
@@ -90,14 +103,14 @@ def check(rule, drafter, laws):
 @pytest.mark.parametrize("name", QUICK)
 def test_five_tokens_follow_the_law_of_plain_decoding(name, laws):
     rule, drafter = QUICK[name]
-    check(rule, drafter(), laws)
+    check(name, rule, drafter(), laws)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", FULL)
 def test_five_tokens_follow_the_law_of_plain_decoding_more_drafters(name, laws):
     rule, drafter = FULL[name]
-    check(rule, drafter(), laws)
+    check(name, rule, drafter(), laws)
 
 
 @pytest.mark.full
