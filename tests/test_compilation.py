@@ -62,8 +62,10 @@ def test_rows_that_meet_stop_strings_compile_nothing_new():
     text = [2, *([3, 4, 5, 6, 13] * 4)]
     lm = position_lm(dictated(text, V), ToyTokenizer())
     with Compiled() as compiled:
-        out = specjax.generate(lm, [text[:1], text[:4], text[:6]], stop="ab c", max_new_tokens=[9, 9, 2])
-    assert out.finish_reasons == ["stop", "stop", "length"] and out.stats.counts.rounds.tolist() == [4, 6, 2]
+        prompts = [text[:length] for length in (1, 4, 6, 1, 9)]  # five rows: no other test has this shape
+        out = specjax.generate(lm, prompts, stop="ab c", max_new_tokens=[9, 9, 2, 4, 9])
+    assert out.finish_reasons == ["stop", "stop", "length", "stop", "stop"]
+    assert out.stats.counts.rounds.tolist() == [4, 6, 2, 4, 6]
     assert compiled.new == {"prefill": 1, "step": 1, "cut": 1}
 
 

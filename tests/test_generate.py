@@ -59,8 +59,13 @@ def test_match_says_at_temperature_one_what_plain_decoding_says(name, k):
     assert out.stats.accepted > 0
 
 
-@pytest.mark.parametrize("name, rule", [("none", "match"), ("ngram", "match"), ("coupled", "match"),
-                                        ("close", "rejection"), ("close", "block")])  # fmt: skip
+@pytest.mark.parametrize(
+    "name, rule",
+    [
+        ("none", "match"), ("ngram", "match"), ("coupled", "match"), ("close", "rejection"),
+        pytest.param("close", "block", marks=pytest.mark.full),
+    ],
+)  # fmt: skip
 def test_a_row_says_alone_what_it_says_in_any_batch_at_any_index(name, rule):
     """Cases 26, 48, 56, 57: temperatures 0, 0.3 and 1 side by side, each row with its own seed."""
     temperatures = [0.0, 0.3, 1.0, 1.0, 0.3, 0.0, 1.0, 0.7]

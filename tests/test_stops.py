@@ -152,7 +152,7 @@ def test_min_new_tokens_holds_at_temperature_one(rule):
     lm = target()
     least = [0, 1, 2, 3, 5, 6, 7, 8]
     options = {"temperature": 1.0, "eos_ids": [1, 3, 5, 9], "min_new_tokens": least, "max_new_tokens": 9}
-    out = specjax.generate(lm, [[3]] * 8, drafter=drafters.model(lm, lm, K), rule=rule, **options)
+    out = specjax.generate(lm, [[3]] * 8, drafter=drafters.model(lm, lm, 3), rule=rule, **options)
     assert all(len(row) > bound for row, bound in zip(out.tokens, least))
     assert min(out.stats.counts.emitted) < 6 and "stop" in out.finish_reasons
     if rule == "match":
