@@ -18,10 +18,10 @@ def table(entries: list[dict]) -> str:
     """Markdown: a row per rule and drafter with its smallest p-value over the sampler settings, and where it is."""
     settings = [name or "temperature 1" for name in entries[0]["p_values"]]
     lines = [
-        f"Chi-square p-values of the joint law of five tokens over several rounds: {entries[0]['rows']} texts for each of",
-        f"{len(settings)} sampler settings, fixed keys. Wrong laws give less than 0.001",
-        "(`tests/exactness/test_negative_controls.py`); of so many right ones the smallest is small by chance. Written by",
-        "`make test-full` (`scripts/exactness_table.py`).",
+        f"Chi-square p-values of the joint law of five tokens over several rounds: {entries[0]['rows']} texts for each",
+        f"of {len(settings)} sampler settings, fixed keys. Wrong laws give less than 0.001",
+        "(`tests/exactness/test_negative_controls.py`); of so many right ones the smallest is small by chance. Written",
+        "by `make test-full` (`scripts/exactness_table.py`).",
         "",
         "| rule, proposal | median p | smallest p | at |",
         "|---|---|---|---|",
