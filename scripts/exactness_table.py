@@ -5,6 +5,7 @@
 """
 
 import json
+import statistics
 import sys
 from pathlib import Path
 
@@ -29,7 +30,7 @@ def table(entries: list[dict]) -> str:
     for entry in entries:
         p_values = sorted((p, name or "temperature 1") for name, p in entry["p_values"].items())
         lowest, where = p_values[0]
-        lines.append(f"| {entry['name']} | {p_values[len(p_values) // 2][0]:.2f} | {lowest:.3f} | {where} |")
+        lines.append(f"| {entry['name']} | {statistics.median(p for p, _ in p_values):.2f} | {lowest:.3f} | {where} |")
     return "\n".join([*lines, "", "Settings: " + "; ".join(settings) + ".", ""])
 
 
