@@ -48,7 +48,7 @@ def cases(config: LlamaConfig, capacity: int, length: int) -> dict:
     """Name -> a function without arguments that runs one call; "read" reads 0.6 GB of float32."""
     numbers = jnp.ones(150_000_000, jnp.float32)
     read = jax.jit(jnp.sum)
-    made = {"read": lambda: read(numbers)}
+    made: dict = {"read": lambda: read(numbers)}
     for dtype, widths in (("float32", (1, 2, 4, 8, 16)), ("bfloat16", (1, 2, 4, 8, 16))):
         model = llama.model(config, dtype=dtype)
         keys = iter(jax.random.split(jax.random.key(0), 1000))

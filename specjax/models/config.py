@@ -84,8 +84,8 @@ class LlamaConfig:
                     f"num_heads ({self.num_heads})"
                 )
             object.__setattr__(self, "head_dim", self.hidden_size // self.num_heads)
-        if self.head_dim <= 0 or self.head_dim % 2:
-            raise ValueError(f"head_dim must be even and positive (rope turns pairs), got {self.head_dim}")
+        if self.head_dim < 0:
+            raise ValueError(f"head_dim must be positive, got {self.head_dim}")
         object.__setattr__(self, "eos_ids", tuple(self.eos_ids))
 
     @property

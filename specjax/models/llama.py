@@ -2,11 +2,10 @@
 
 `model` is the pure model of a configuration; `Llama` is the module behind it, for those who train or change one.
 `params_from_tensors` fills the tree strictly by name, so that no weight is ever random by accident. The table maps
-Hugging Face tensors (i counts layers) to the tree; linear weights are ``[out, in]`` there and ``[in, out]`` here, all
-but one: of the shapes of a Llama only `down` is read faster as ``[out, in]`` (by a factor of 2 for one row).
+Hugging Face tensors (i counts layers) to the tree; matrices are ``[out, in]`` there and ``[in, out]`` here.
 
     ours                     shape                         Hugging Face tensors
-    embedding                [hidden, vocab]               model.embed_tokens.weight, transposed
+    embedding                [hidden, vocab]               model.embed_tokens.weight (the head too if tie_embeddings)
     layers/i/input_norm      [hidden]                      model.layers.i.input_layernorm.weight
     layers/i/qkv             [hidden, (Hq + 2 Hkv) D]      model.layers.i.self_attn.{q,k,v}_proj.weight, side by side
     layers/i/qkv_bias        [(Hq + 2 Hkv) D]              model.layers.i.self_attn.{q,k,v}_proj.bias (attention_bias)
@@ -15,7 +14,7 @@ but one: of the shapes of a Llama only `down` is read faster as ``[out, in]`` (b
     layers/i/post_norm       [hidden]                      model.layers.i.post_attention_layernorm.weight
     layers/i/gate_up         [hidden, 2 ffn]               model.layers.i.mlp.{gate,up}_proj.weight, side by side
     layers/i/gate_up_bias    [2 ffn]                       model.layers.i.mlp.{gate,up}_proj.bias (mlp_bias)
-    layers/i/down            [hidden, ffn]                 model.layers.i.mlp.down_proj.weight, as it is
+    layers/i/down            [ffn, hidden]                 model.layers.i.mlp.down_proj.weight
     layers/i/down_bias       [hidden]                      model.layers.i.mlp.down_proj.bias (mlp_bias)
     final_norm               [hidden]                      model.norm.weight
     head                     [hidden, vocab]               lm_head.weight (absent when tie_embeddings)
@@ -23,6 +22,7 @@ but one: of the shapes of a Llama only `down` is read faster as ``[out, in]`` (b
 With ``scan_layers`` the tree under ``layers`` is one layer whose leaves have a leading axis L.
 """
 
+import functools
 import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -36,8 +36,10 @@ from specjax import cache as kv
 from specjax.models.attention import Reach, attend, reach
 from specjax.models.config import LlamaConfig
 from specjax.models.nnx import from_nnx
-from specjax.models.rope import angles, rotate
+from specjax.models.rope import angles, inverse_frequencies, rotate
 from specjax.types import Array, KVCache, Model, ModelOutput, PyTree
+
+SMALL = 2**20  # weights; a larger matrix XLA:CPU shares out by itself
 
 
 class Source(NamedTuple):
@@ -45,13 +47,12 @@ class Source(NamedTuple):
 
     names: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
-    transposed: bool = True
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of the weight in our tree."""
         joined = (sum(shape[0] for shape in self.shapes), *self.shapes[0][1:])
-        return joined[::-1] if self.transposed else joined
+        return joined[::-1]
 
 
 def _layer_sources(config: LlamaConfig, index: int) -> dict[str, Source]:
@@ -69,7 +70,7 @@ def _layer_sources(config: LlamaConfig, index: int) -> dict[str, Source]:
         "o": source(["self_attn.o_proj.weight"], [e], q),
         "post_norm": source(["post_attention_layernorm.weight"], [e]),
         "gate_up": source([f"{name}.weight" for name in gate_up], [f, f], e),
-        "down": source(["mlp.down_proj.weight"], [e], f)._replace(transposed=False),
+        "down": source(["mlp.down_proj.weight"], [e], f),
     }
     if config.attention_bias:
         sources["qkv_bias"] = source([f"{name}.bias" for name in qkv], [q, kv, kv])
@@ -126,8 +127,7 @@ def params_from_tensors(
                 raise ValueError(f"tensor {name!r} has shape {part.shape}, the configuration needs {shape}")
             parts.append(part)
         joined = parts[0] if len(parts) == 1 else np.concatenate(parts)
-        joined = joined.astype(dtype)
-        return jnp.asarray(np.ascontiguousarray(joined.T) if source.transposed else joined)
+        return jnp.asarray(np.ascontiguousarray(joined.astype(dtype).T))
 
     params = jax.tree.map(build, sources(config), is_leaf=_is_source)
     return stack_layers(params) if scan_layers else params
@@ -169,16 +169,22 @@ def model(config: LlamaConfig, *, dtype=jnp.float32, scan_layers: bool = False) 
       dtype: of the weights it will be given, float32 or bfloat16; the cache has the same.
       scan_layers: whether it will be given stacked layers.
     """
+    inverse_frequencies(config)  # an odd head_dim is refused now, not at the first pass
     module = nnx.eval_shape(lambda: Llama(config, dtype=dtype, scan_layers=scan_layers))
     return from_nnx(module)[0]
 
 
-def linear(x: Array, weight: nnx.Param, bias: nnx.Param | None = None, layout: str = "io") -> Array:
-    """x [B, T, in] float32 times weight [in, out] (or "oi"), accumulated in float32 from operands of its type."""
-    rows = x.reshape(-1, x.shape[-1]).astype(weight.dtype)
-    y = jnp.einsum(
-        f"ti,{layout}->to", rows, weight[...], preferred_element_type=jnp.float32, precision="highest"
-    ).reshape(*x.shape[:-1], -1)
+def linear(x: Array, weight: nnx.Param, bias: nnx.Param | None = None) -> Array:
+    """x [B, T, in] float32 times weight [in, out], accumulated in float32 from operands of the weight's type."""
+    # Rows, not [B, T]: for two axes XLA:CPU transposes some weights first.
+    rows, matrix = x.reshape(-1, x.shape[-1]).astype(weight.dtype), weight[...]
+    product = functools.partial(jnp.einsum, preferred_element_type=jnp.float32, precision="highest")
+    if len(rows) == 1 and matrix.size < SMALL and matrix.shape[0] % 2 == 0:
+        # One row times a small matrix keeps one of two cores busy; a batch of two halves, both (51 us against 80).
+        y = product("hi,hio->ho", rows.reshape(2, -1), matrix.reshape(2, -1, matrix.shape[1])).sum(0)
+    else:
+        y = product("ti,io->to", rows, matrix)
+    y = y.reshape(*x.shape[:-1], -1)
     return y if bias is None else y + _row(bias)
 
 
@@ -195,16 +201,16 @@ class Layer(nnx.Module):
     """Attention and a gated MLP, each behind a norm and added to the residual stream."""
 
     def __init__(self, weights: dict[str, Array]):
-        def param(name):
+        def bias(name):
             return nnx.Param(weights[name]) if name in weights else None
 
-        self.input_norm, self.post_norm = param("input_norm"), param("post_norm")
-        self.qkv, self.qkv_bias = param("qkv"), param("qkv_bias")
-        self.o, self.o_bias = param("o"), param("o_bias")
-        self.gate_up, self.gate_up_bias = param("gate_up"), param("gate_up_bias")
-        self.down, self.down_bias = param("down"), param("down_bias")
+        self.input_norm, self.post_norm = nnx.Param(weights["input_norm"]), nnx.Param(weights["post_norm"])
+        self.qkv, self.qkv_bias = nnx.Param(weights["qkv"]), bias("qkv_bias")
+        self.o, self.o_bias = nnx.Param(weights["o"]), bias("o_bias")
+        self.gate_up, self.gate_up_bias = nnx.Param(weights["gate_up"]), bias("gate_up_bias")
+        self.down, self.down_bias = nnx.Param(weights["down"]), bias("down_bias")
 
-    def __call__(self, x: Array, k: Array | None, v: Array | None, lengths: Array, window: "Window"):
+    def __call__(self, x: Array, k: Any, v: Any, lengths: Array | None, window: "Window"):
         """x [B, T, E] and this layer's cache k, v [B, H, S, D] (or all layers', or None) -> the same three."""
         config, (batch, width, _) = window.config, x.shape
         heads, kv_heads = config.num_heads, config.num_kv_heads
@@ -212,7 +218,7 @@ class Layer(nnx.Module):
         y = y.reshape(batch, width, heads + 2 * kv_heads, config.head_dim)
         q, k_new, v_new = jnp.split(y, [heads, heads + kv_heads], axis=2)
         k_new = rotate(k_new, window.cos_sin)
-        if k is None:
+        if lengths is None:
             k_here, v_here = (y.swapaxes(1, 2).astype(self.qkv.dtype) for y in (k_new, v_new))
         else:
             k, v = kv.write(k, k_new, lengths, window.layer), kv.write(v, v_new, lengths, window.layer)
@@ -221,7 +227,7 @@ class Layer(nnx.Module):
         x = x + linear(y.reshape(batch, width, config.q_size), self.o, self.o_bias)
         y = linear(rms_norm(x, self.post_norm, config.rms_eps), self.gate_up, self.gate_up_bias)
         gate, up = jnp.split(y, 2, axis=-1)
-        return x + linear(jax.nn.silu(gate) * up, self.down, self.down_bias, "oi"), k, v
+        return x + linear(jax.nn.silu(gate) * up, self.down, self.down_bias), k, v
 
 
 class Window(NamedTuple):
@@ -307,36 +313,40 @@ class Llama(nnx.Module):
             slots = reach(window_mask, cache.lengths, width, jax.tree.leaves(cache.k)[0].shape[-2])
         window = Window(self.config, angles(self.config, positions), slots)
         run = self._scanned if self.scan_layers else self._unrolled
-        x, streams, cache = run(lookup(self.embedding, tokens), cache, window, bool(feature_layers))
+        x, streams, cache_now = run(lookup(self.embedding, tokens), cache, window, bool(feature_layers))
         x = rms_norm(x, self.final_norm, self.config.rms_eps)
         features = jnp.concatenate([[*streams, x][layer] for layer in feature_layers] or [x[..., :0]], axis=-1)
         if logits_at is not None:
             x = jnp.take_along_axis(x, logits_at[:, None, None], axis=1)
         logits = linear(x, self.embedding if self.head is None else self.head)
-        return ModelOutput(logits, features, cache)
+        return ModelOutput(logits, features, cache_now)
 
-    def _unrolled(self, x: Array, cache: KVCache | None, window: Window, keep: bool):
-        count = self.config.num_layers
-        ks, vs, lengths = ([None] * count, [None] * count, None) if cache is None else (*map(list, cache[:2]), cache[2])
-        streams = [x]
-        for index, layer in enumerate(self.layers):
-            x, ks[index], vs[index] = layer(x, ks[index], vs[index], lengths, window)
+    def _unrolled(self, x: Array, cache: KVCache | None, window: Window, keep: bool) -> tuple[Array, list, Any]:
+        layers: Any = self.layers
+        none = (None,) * len(layers)
+        ks, vs, lengths = (none, none, None) if cache is None else cache
+        streams, caches = [x], []
+        for layer, k, v in zip(layers, ks, vs):
+            x, *kv_now = layer(x, k, v, lengths, window)
             streams.append(x)
-        return x, streams, None if cache is None else KVCache(tuple(ks), tuple(vs), lengths)
+            caches.append(kv_now)
+        ks, vs = zip(*caches)
+        return x, streams, None if lengths is None else KVCache(ks, vs, lengths)
 
-    def _scanned(self, x: Array, cache: KVCache | None, window: Window, keep: bool):
+    def _scanned(self, x: Array, cache: KVCache | None, window: Window, keep: bool) -> tuple[Array, list, Any]:
         graph, weights = nnx.split(self.layers)
-        k, v, lengths = (None, None, None) if cache is None else cache
+        ks, vs, lengths = (None, None, None) if cache is None else cache
 
         def step(carry, layer):
             index, weights = layer
-            x, k, v = nnx.merge(graph, weights)(*carry, lengths, window._replace(layer=index))
+            module: Any = nnx.merge(graph, weights)
+            x, k, v = module(*carry, lengths, window._replace(layer=index))
             return (x, k, v), x if keep else None
 
         # The cache is carried and written in place: as an input and output of the scan it would be copied.
-        (y, k, v), streams = jax.lax.scan(step, (x, k, v), (jnp.arange(self.config.num_layers), weights))
-        streams = [x, *streams] if keep else []
-        return y, streams, None if cache is None else KVCache(k, v, lengths)
+        (y, k, v), streams = jax.lax.scan(step, (x, ks, vs), (jnp.arange(self.config.num_layers), weights))
+        streams = [] if streams is None else [x, *streams]
+        return y, streams, None if lengths is None else KVCache(k, v, lengths)
 
 
 def _doubled(tokens: Array, positions: Array, window_mask: Array | None) -> tuple[Array, Array, Array | None]:
@@ -350,7 +360,10 @@ def _doubled(tokens: Array, positions: Array, window_mask: Array | None) -> tupl
 
 
 def lookup(embedding: nnx.Param, tokens: Array) -> Array:
-    """Columns of embedding [E, V] at tokens [B, T] -> [B, T, E] float32."""
+    """Columns of embedding [E, V] at tokens [B, T] -> [B, T, E] float32.
+
+    One array serves as embedding and tied head, in the head's layout: reading a few columns costs microseconds.
+    """
     # The barrier ties the weights to the tokens of this step: XLA:CPU gathers bfloat16 as float32, and in a decoding
     # loop it would convert the whole embedding once, ahead of the loop, and keep it.
     weights, tokens = jax.lax.optimization_barrier((embedding[...], tokens))

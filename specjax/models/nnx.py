@@ -1,6 +1,5 @@
 """Flax NNX modules as pure models: `from_nnx` splits one into functions and weights."""
 
-from collections.abc import Hashable
 from typing import Any
 
 import jax
@@ -55,7 +54,7 @@ def from_nnx(
     return Model(init_cache, bind(_apply, graph), int(vocab_size), context_length), params
 
 
-def _init_cache(graph: Hashable, tree: Any, shapes: tuple, batch: int, capacity: int) -> KVCache:
+def _init_cache(graph: Any, tree: Any, shapes: tuple, batch: int, capacity: int) -> KVCache:
     return nnx.merge(graph, jax.tree.unflatten(tree, shapes)).init_cache(batch, capacity)
 
 

@@ -10,7 +10,9 @@ from specjax.types import Array
 
 
 def inverse_frequencies(config: LlamaConfig) -> np.ndarray:
-    """[D / 2] float64, radians per position, after the configuration's scaling."""
+    """[D / 2] float64, radians per position, after the configuration's scaling. Raises ValueError if D is odd."""
+    if config.head_dim % 2:
+        raise ValueError(f"rope turns pairs: head_dim must be even, got {config.head_dim}")
     scaling = config.rope_scaling
     inverse = config.rope_theta ** (-np.arange(0, config.head_dim, 2) / config.head_dim)
     if scaling.kind == "linear":

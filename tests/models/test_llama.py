@@ -404,7 +404,7 @@ def test_a_decoding_loop_never_copies_the_cache_or_the_weights(dtype, capacity, 
 
     args = params, model.init_cache(1, capacity), jnp.zeros((1, width), jnp.int32)
     text = jax.jit(loop, donate_argnums=1).lower(*args).compile().as_text()
-    big = [rf"1,2,{capacity},6", rf"2,{capacity},6", "24,3001", "3001,24", "40,24", "24,40"]
+    big = [rf"1,2,{capacity},6", rf"2,{capacity},6", "24,3001", "3001,24", "40,24", "24,40", "24,48", "48,24"]
     made = rf"= \w+\[({'|'.join(big)})\]\S* "
     # Anything but a scatter that makes an array as large as a layer of the cache, or a weight again, is a copy.
     found = [line.strip() for line in text[text.index("ENTRY") :].splitlines() + _bodies(text) if re.search(made, line)]
@@ -518,13 +518,17 @@ def test_an_unknown_rope_type_is_refused_by_name(kind):
     [
         ({"num_kv_heads": 3}, r"num_heads \(4\) is not a multiple of num_kv_heads \(3\)"),
         ({"num_layers": 0}, "num_layers must be positive, got 0"),
-        ({"head_dim": 7}, "head_dim must be even"),
-        ({"head_dim": -2}, "head_dim must be even"),
+        ({"head_dim": -2}, "head_dim must be positive, got -2"),
     ],
 )
 def test_sizes_that_do_not_fit_are_refused(change, message):
     with pytest.raises(ValueError, match=message):
         dataclasses.replace(BASE, **change)
+
+
+def test_an_odd_head_dim_is_refused_with_the_model():
+    with pytest.raises(ValueError, match="head_dim must be even, got 5"):
+        llama.model(dataclasses.replace(BASE, hidden_size=20, head_dim=0))
 
 
 def test_configurations_are_values():
