@@ -14,7 +14,10 @@ PyTree = Any
 
 
 class KVCache(NamedTuple):
-    """Fixed-shape key/value cache. Slots at or past ``lengths`` are scratch: nothing attends to them later."""
+    """Fixed-shape key/value cache. Slots at or past ``lengths`` are scratch: nothing attends to them later.
+
+    Our bfloat16 models keep the bits of bfloat16 in uint16, see `specjax.cache.write`.
+    """
 
     k: tuple[Array, ...] | Array  # L arrays [B, H, S, D], or one [L, B, H, S, D] when layers are scanned
     v: tuple[Array, ...] | Array
