@@ -17,7 +17,7 @@ import time
 import jax
 import jax.numpy as jnp
 
-from specjax.models import LlamaConfig, llama
+from specjax.models import LlamaConfig, llama, llama_params
 
 SMOLLM2_135M = LlamaConfig(
     vocab_size=49152, hidden_size=576, intermediate_size=1536, num_layers=30, num_heads=9, num_kv_heads=3,
@@ -54,7 +54,7 @@ def cases(config: LlamaConfig, capacity: int, length: int) -> dict:
         keys = iter(jax.random.split(jax.random.key(0), 1000))
         params = jax.tree.map(
             lambda x: (0.02 * jax.random.normal(next(keys), x.shape)).astype(x.dtype),  # noqa: B023
-            llama.abstract_params(config, dtype=dtype),
+            llama_params.abstract_params(config, dtype=dtype),
         )
         for width in widths:
             cache = model.init_cache(1, capacity)._replace(lengths=jnp.array([length]))
@@ -89,7 +89,7 @@ def timed(made: dict, repeats: int) -> dict:
 
 def report(times: dict, config: LlamaConfig) -> dict:
     """Minimum and median of each case, against the floor and against the fastest plain step."""
-    weights = sum(x.size for x in jax.tree.leaves(llama.abstract_params(config)))
+    weights = sum(x.size for x in jax.tree.leaves(llama_params.abstract_params(config)))
     rows = {}
     for kind, pick in (("min", min), ("median", statistics.median)):
         bandwidth = 0.6 / pick(times["read"]) * 1e3

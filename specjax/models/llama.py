@@ -1,164 +1,25 @@
 """The Llama family as flax NNX modules that hold only weights.
 
 `model` is the pure model of a configuration; `Llama` is the module behind it, for those who train or change one.
-`params_from_tensors` fills the tree strictly by name, so that no weight is ever random by accident. The table maps
-Hugging Face tensors (i counts layers) to the tree; matrices are ``[out, in]`` there and ``[in, out]`` here.
-
-    ours                     shape                         Hugging Face tensors
-    embedding                [hidden, vocab]               model.embed_tokens.weight (the head too if tie_embeddings)
-    layers/i/input_norm      [hidden]                      model.layers.i.input_layernorm.weight
-    layers/i/qkv             [hidden, (Hq + 2 Hkv) D]      model.layers.i.self_attn.{q,k,v}_proj.weight, side by side
-    layers/i/qkv_bias        [(Hq + 2 Hkv) D]              model.layers.i.self_attn.{q,k,v}_proj.bias (attention_bias)
-    layers/i/o               [Hq D, hidden]                model.layers.i.self_attn.o_proj.weight
-    layers/i/o_bias          [hidden]                      model.layers.i.self_attn.o_proj.bias (attention_bias)
-    layers/i/post_norm       [hidden]                      model.layers.i.post_attention_layernorm.weight
-    layers/i/gate_up         [hidden, 2 ffn]               model.layers.i.mlp.{gate,up}_proj.weight, side by side
-    layers/i/gate_up_bias    [2 ffn]                       model.layers.i.mlp.{gate,up}_proj.bias (mlp_bias)
-    layers/i/down            [ffn, hidden]                 model.layers.i.mlp.down_proj.weight
-    layers/i/down_bias       [hidden]                      model.layers.i.mlp.down_proj.bias (mlp_bias)
-    final_norm               [hidden]                      model.norm.weight
-    head                     [hidden, vocab]               lm_head.weight (absent when tie_embeddings)
-
-With ``scan_layers`` the tree under ``layers`` is one layer whose leaves have a leading axis L.
+Names and shapes of the weights, and where they come from: `specjax.models.llama_params`.
 """
 
 import functools
-import operator
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 
 from specjax import cache as kv
 from specjax.models.attention import Reach, attend, reach
 from specjax.models.config import LlamaConfig
+from specjax.models.llama_params import abstract_params
 from specjax.models.nnx import from_nnx
 from specjax.models.rope import angles, inverse_frequencies, rotate
-from specjax.types import Array, KVCache, Model, ModelOutput, PyTree
+from specjax.types import Array, KVCache, Model, ModelOutput
 
 SMALL = 2**20  # weights; a larger matrix XLA:CPU shares out by itself
-
-
-class Source(NamedTuple):
-    """Where one weight of ours comes from: tensors of a Hugging Face checkpoint, joined along their first axis."""
-
-    names: tuple[str, ...]
-    shapes: tuple[tuple[int, ...], ...]
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape of the weight in our tree."""
-        joined = (sum(shape[0] for shape in self.shapes), *self.shapes[0][1:])
-        return joined[::-1]
-
-
-def _layer_sources(config: LlamaConfig, index: int) -> dict[str, Source]:
-    e, f, q, kv = config.hidden_size, config.intermediate_size, config.q_size, config.kv_size
-    prefix = f"model.layers.{index}."
-
-    def source(names, outs, *ins):
-        return Source(tuple(prefix + name for name in names), tuple((out, *ins) for out in outs))
-
-    qkv = [f"self_attn.{name}_proj" for name in "qkv"]
-    gate_up = ["mlp.gate_proj", "mlp.up_proj"]
-    sources = {
-        "input_norm": source(["input_layernorm.weight"], [e]),
-        "qkv": source([f"{name}.weight" for name in qkv], [q, kv, kv], e),
-        "o": source(["self_attn.o_proj.weight"], [e], q),
-        "post_norm": source(["post_attention_layernorm.weight"], [e]),
-        "gate_up": source([f"{name}.weight" for name in gate_up], [f, f], e),
-        "down": source(["mlp.down_proj.weight"], [e], f),
-    }
-    if config.attention_bias:
-        sources["qkv_bias"] = source([f"{name}.bias" for name in qkv], [q, kv, kv])
-        sources["o_bias"] = source(["self_attn.o_proj.bias"], [e])
-    if config.mlp_bias:
-        sources["gate_up_bias"] = source([f"{name}.bias" for name in gate_up], [f, f])
-        sources["down_bias"] = source(["mlp.down_proj.bias"], [e])
-    return sources
-
-
-def sources(config: LlamaConfig) -> dict[str, Any]:
-    """The unrolled parameter tree with a `Source` at every leaf: the table of this module's docstring as data."""
-    e, v = config.hidden_size, config.vocab_size
-    tree: dict[str, Any] = {
-        "embedding": Source(("model.embed_tokens.weight",), ((v, e),)),
-        "layers": {index: _layer_sources(config, index) for index in range(config.num_layers)},
-        "final_norm": Source(("model.norm.weight",), ((e,),)),
-    }
-    if not config.tie_embeddings:
-        tree["head"] = Source(("lm_head.weight",), ((v, e),))
-    return tree
-
-
-def _is_source(node) -> bool:
-    return isinstance(node, Source)
-
-
-def tensor_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
-    """Every Hugging Face tensor a checkpoint of this configuration must have, with its shape there."""
-    leaves = jax.tree.leaves(sources(config), is_leaf=_is_source)
-    return {name: shape for leaf in leaves for name, shape in zip(leaf.names, leaf.shapes)}
-
-
-def params_from_tensors(
-    config: LlamaConfig, tensor: Callable[[str, tuple[int, ...]], np.ndarray], *, dtype=jnp.float32,
-    scan_layers: bool = False,
-) -> PyTree:
-    """The parameters, filled strictly by name.
-
-    Args:
-      config: the model's configuration.
-      tensor: ``(name, shape) -> array``; called once for every entry of `tensor_shapes`. It raises if there is no
-        such tensor; a wrong shape is refused here.
-      dtype: float32 or bfloat16, of every weight.
-      scan_layers: stack the layers along a leading axis, see `stack_layers`.
-    """
-    dtype = weight_dtype(dtype)
-
-    def build(source: Source) -> Array:
-        parts = []
-        for name, shape in zip(source.names, source.shapes):
-            part = np.asarray(tensor(name, shape))
-            if part.shape != shape:
-                raise ValueError(f"tensor {name!r} has shape {part.shape}, the configuration needs {shape}")
-            parts.append(part)
-        joined = parts[0] if len(parts) == 1 else np.concatenate(parts)
-        return jnp.asarray(np.ascontiguousarray(joined.astype(dtype).T))
-
-    params = jax.tree.map(build, sources(config), is_leaf=_is_source)
-    return stack_layers(params) if scan_layers else params
-
-
-def abstract_params(config: LlamaConfig, *, dtype=jnp.float32, scan_layers: bool = False) -> PyTree:
-    """The parameter tree as ShapeDtypeStructs: what `params_from_tensors` returns, without the numbers."""
-    dtype = weight_dtype(dtype)
-    params = jax.tree.map(lambda source: jax.ShapeDtypeStruct(source.shape, dtype), sources(config), is_leaf=_is_source)
-    return jax.eval_shape(stack_layers, params) if scan_layers else params
-
-
-def stack_layers(params: PyTree) -> PyTree:
-    """An unrolled parameter tree as the stacked one that scanned layers read."""
-    layers = [params["layers"][index] for index in range(len(params["layers"]))]
-    return {**params, "layers": jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers)}
-
-
-def unstack_layers(params: PyTree) -> PyTree:
-    """The inverse of `stack_layers`."""
-    count = jax.tree.leaves(params["layers"])[0].shape[0]
-    layers = [jax.tree.map(operator.itemgetter(index), params["layers"]) for index in range(count)]
-    return {**params, "layers": dict(enumerate(layers))}
-
-
-def weight_dtype(dtype) -> np.dtype:
-    """float32 or bfloat16 as a dtype. Raises ValueError for anything else."""
-    dtype = jnp.dtype(dtype)
-    if dtype not in (jnp.float32, jnp.bfloat16):
-        raise ValueError(f"weights are float32 or bfloat16, not {dtype.name}")
-    return dtype
 
 
 def model(config: LlamaConfig, *, dtype=jnp.float32, scan_layers: bool = False) -> Model:
@@ -243,7 +104,7 @@ class Llama(nnx.Module):
     """A Llama-family language model: weights only; the cache is an argument and a result.
 
     Made with random weights (standard deviation 0.02), for training and tests; checkpoints come in through
-    `params_from_tensors`.
+    `llama_params.params_from_tensors`.
     """
 
     def __init__(

@@ -8,7 +8,7 @@ from typing import Protocol
 import jax.numpy as jnp
 import numpy as np
 
-from specjax.models import fetch, huggingface, llama, orbax, tokenizer
+from specjax.models import fetch, huggingface, llama, llama_params, orbax, tokenizer
 from specjax.models.config import LlamaConfig
 from specjax.models.gguf import GGUFFile, config_of
 from specjax.models.language_model import LanguageModel
@@ -105,7 +105,7 @@ def strict_params(
     Raises:
       ValueError: listing tensors that are missing, surplus or of another shape.
     """
-    needed = llama.tensor_shapes(config)
+    needed = llama_params.tensor_shapes(config)
     found = {name: tuple(shape) for name, shape in tensors.shapes.items() if not _IGNORABLE.fullmatch(name)}
     tied_head = config.tie_embeddings and found.get(_HEAD) == needed[_EMBEDDING]
     if tied_head:
@@ -123,7 +123,7 @@ def strict_params(
         raise ValueError(f"{source}: {matching} of {len(needed)} tensors fit the configuration\n  {lines}")
     if tied_head and not np.array_equal(_bits(tensors.read(_HEAD)), _bits(tensors.read(_EMBEDDING))):
         raise ValueError(f"{source}: tie_word_embeddings is set, yet {_HEAD} differs from {_EMBEDDING}")
-    return llama.params_from_tensors(
+    return llama_params.params_from_tensors(
         config, lambda name, shape: tensors.read(name), dtype=jnp.dtype(dtype), scan_layers=scan_layers
     )
 

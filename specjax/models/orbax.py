@@ -18,7 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from specjax.models import huggingface, llama, tokenizer
+from specjax.models import huggingface, llama, llama_params, tokenizer
 from specjax.models.config import LlamaConfig, RopeScaling
 from specjax.models.language_model import LanguageModel
 from specjax.types import PyTree
@@ -54,7 +54,7 @@ def save(path: str | pathlib.Path, lm: LanguageModel, *, overwrite: bool = False
         "tokenizer": None if text is None else {"bos_id": text.bos_id, "eos_id": text.eos_id},
     }
     stacked = 0 not in lm.params["layers"]
-    params = llama.unstack_layers(lm.params) if stacked else lm.params
+    params = llama_params.unstack_layers(lm.params) if stacked else lm.params
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as scratch:
         folder = pathlib.Path(scratch) / "new"
         folder.mkdir()
@@ -84,7 +84,7 @@ def load(path: pathlib.Path, *, dtype="float32", scan_layers: bool = False) -> L
     _check_files(path / "params", manifest["files"])
     settings: dict[str, Any] = dict(manifest["config"])
     config = LlamaConfig(**{**settings, "rope_scaling": RopeScaling(**settings["rope_scaling"])})
-    params = _restore(path / "params", llama.abstract_params(config, dtype=jnp.dtype(dtype)))
+    params = _restore(path / "params", llama_params.abstract_params(config, dtype=jnp.dtype(dtype)))
     text = None
     if manifest["tokenizer"] is not None:
         file = path / "tokenizer.json"
@@ -93,7 +93,7 @@ def load(path: pathlib.Path, *, dtype="float32", scan_layers: bool = False) -> L
         text = tokenizer.from_json(file.read_text(encoding="utf-8"), source=str(file), **manifest["tokenizer"])
     return LanguageModel(
         model=llama.model(config, dtype=dtype, scan_layers=scan_layers),
-        params=llama.stack_layers(params) if scan_layers else params,
+        params=llama_params.stack_layers(params) if scan_layers else params,
         tokenizer=text,
         config=config,
         chat_template=manifest["chat_template"],

@@ -14,7 +14,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from specjax import cache as kv
-from specjax.models import LlamaConfig, RopeScaling, llama
+from specjax.models import LlamaConfig, RopeScaling, llama, llama_params
 from specjax.models.attention import BLOCK, attend, reach
 
 DATA = Path(__file__).parent.parent / "data" / "tiny_models"
@@ -115,14 +115,14 @@ def oracle(weights, config, tokens, positions=None, visible=None, cast=np.float6
 def random_weights(config, seed=0):
     """Hugging Face tensors, large enough that every part of the model shows in the logits."""
     rng = np.random.default_rng(seed)
-    shapes = llama.tensor_shapes(config)
+    shapes = llama_params.tensor_shapes(config)
     out = {name: rng.normal(size=shape) * (0.4 if len(shape) > 1 else 0.3) for name, shape in shapes.items()}
     return {name: (1 + x if name.endswith("norm.weight") else x).astype(np.float32) for name, x in out.items()}
 
 
 def made(config, *, dtype=jnp.float32, scan_layers=False, seed=0):
     weights = random_weights(config, seed)
-    params = llama.params_from_tensors(config, lambda n, s: weights[n], dtype=dtype, scan_layers=scan_layers)
+    params = llama_params.params_from_tensors(config, lambda n, s: weights[n], dtype=dtype, scan_layers=scan_layers)
     return llama.model(config, dtype=dtype, scan_layers=scan_layers), params, weights
 
 
@@ -193,10 +193,10 @@ def test_logits_and_hidden_states_equal_the_oracle(name, scan_layers):
 def test_reference_checkpoints(name, config):
     files = [load_file(file) for file in sorted((DATA / name).glob("*.safetensors"))]
     tensors = {key: value for file in files for key, value in file.items()}
-    assert tensors.keys() == llama.tensor_shapes(config).keys()
+    assert tensors.keys() == llama_params.tensor_shapes(config).keys()
     expected = json.loads((DATA / name / "expected.json").read_text())
     model = llama.model(config)
-    params = llama.params_from_tensors(config, lambda n, s: tensors[n])
+    params = llama_params.params_from_tensors(config, lambda n, s: tensors[n])
     logits = apply(model, params, [expected["input_ids"]], model.init_cache(1, 64)).logits[0]
     np.testing.assert_allclose(logits[0], expected["logits_pos0"], atol=1e-4)
     np.testing.assert_allclose(logits[-1], expected["logits_last"], atol=1e-4)
@@ -392,7 +392,7 @@ def test_one_bfloat16_row_is_read_as_two(given):
 def test_a_decoding_loop_never_copies_the_cache_or_the_weights(dtype, capacity, width):
     config = dataclasses.replace(BASE, vocab_size=3001, tie_embeddings=True)
     model = llama.model(config, dtype=dtype)
-    params = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), llama.abstract_params(config, dtype=dtype))
+    params = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), llama_params.abstract_params(config, dtype=dtype))
 
     def loop(params, cache, tokens):
         def step(_, carry):
@@ -464,7 +464,7 @@ def test_the_head_is_dead_code_when_logits_are_not_used():
 def test_abstract_params_describe_the_params(config):
     for scan_layers in (False, True):
         _, params, _ = made(config, dtype=jnp.bfloat16, scan_layers=scan_layers)
-        abstract = llama.abstract_params(config, dtype=jnp.bfloat16, scan_layers=scan_layers)
+        abstract = llama_params.abstract_params(config, dtype=jnp.bfloat16, scan_layers=scan_layers)
         assert jax.tree.structure(params) == jax.tree.structure(abstract)
         jax.tree.map(lambda a, b: (a.shape, a.dtype) == (b.shape, b.dtype) or pytest.fail(f"{a} {b}"), params, abstract)
 
@@ -472,8 +472,8 @@ def test_abstract_params_describe_the_params(config):
 def test_stacking_and_unstacking_are_inverse():
     _, params, _ = made(BASE)
     _, stacked, _ = made(BASE, scan_layers=True)
-    assert jax.tree.map(np.array_equal, llama.stack_layers(params), stacked)
-    back = llama.unstack_layers(stacked)
+    assert jax.tree.map(np.array_equal, llama_params.stack_layers(params), stacked)
+    back = llama_params.unstack_layers(stacked)
     assert jax.tree.structure(back) == jax.tree.structure(params)
     assert all(jax.tree.leaves(jax.tree.map(np.array_equal, back, params)))
 
@@ -482,13 +482,13 @@ def test_a_tensor_of_another_shape_is_refused_by_name():
     weights = random_weights(BASE)
     weights["model.layers.1.mlp.up_proj.weight"] = weights["model.layers.1.mlp.up_proj.weight"].T
     with pytest.raises(ValueError, match=r"model\.layers\.1\.mlp\.up_proj\.weight.*\(24, 40\).*\(40, 24\)"):
-        llama.params_from_tensors(BASE, lambda name, shape: weights[name])
+        llama_params.params_from_tensors(BASE, lambda name, shape: weights[name])
 
 
 def test_every_tensor_is_asked_for_once():
     weights, asked = random_weights(BASE), []
-    llama.params_from_tensors(BASE, lambda name, shape: (asked.append(name), weights[name])[1])
-    assert sorted(asked) == sorted(llama.tensor_shapes(BASE))
+    llama_params.params_from_tensors(BASE, lambda name, shape: (asked.append(name), weights[name])[1])
+    assert sorted(asked) == sorted(llama_params.tensor_shapes(BASE))
 
 
 @pytest.mark.parametrize("dtype", ["float16", "int8", "float64"])

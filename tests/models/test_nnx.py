@@ -7,7 +7,7 @@ import pytest
 from flax import nnx
 
 from specjax import cache as kv
-from specjax.models import Llama, LlamaConfig, from_nnx, llama
+from specjax.models import Llama, LlamaConfig, from_nnx, llama, llama_params
 from specjax.types import KVCache, ModelOutput
 
 CONFIG = LlamaConfig(vocab_size=31, hidden_size=8, intermediate_size=16, num_layers=2, num_heads=2, num_kv_heads=1)
@@ -98,7 +98,7 @@ def test_other_modules_give_other_models():
 def test_the_module_and_the_model_of_its_configuration_are_one(dtype, scan_layers):
     model, params = from_nnx(Llama(CONFIG, dtype=dtype, scan_layers=scan_layers))
     assert model == llama.model(CONFIG, dtype=dtype, scan_layers=scan_layers)
-    abstract = llama.abstract_params(CONFIG, dtype=dtype, scan_layers=scan_layers)
+    abstract = llama_params.abstract_params(CONFIG, dtype=dtype, scan_layers=scan_layers)
     assert jax.tree.map(lambda x: (x.shape, x.dtype), params) == jax.tree.map(lambda x: (x.shape, x.dtype), abstract)
 
 
