@@ -73,9 +73,11 @@ def test_editable_install_reaches_train_through_the_link_only(source, tmp_path):
     (wheel,) = tmp_path.glob("*.whl")
     zipfile.ZipFile(wheel).extractall(tmp_path / "site")
     # -S: no .pth file of this interpreter is read, so a specjax installed for the tests is out of sight.
+    # Its libraries come last: an editable finder of the same name may lie among them.
     program = (
         "import sys, site, importlib.util\n"
-        f"sys.path = [p for p in sys.path if p != ''] + [{sysconfig.get_path('purelib')!r}]\n"
+        f"libraries, folder = {sysconfig.get_path('purelib')!r}, {str(tmp_path / 'site')!r}\n"
+        "sys.path = [p for p in sys.path if p != ''] + [folder, libraries]\n"
         f"site.addsitedir({str(tmp_path / 'site')!r})\n"
         "import specjax.train, specjax\n"
         "print(specjax.__file__); print(specjax.train.__file__); print(importlib.util.find_spec('train'))\n"
