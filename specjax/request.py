@@ -1,9 +1,12 @@
 """What a user asks for -> checked arrays: prompts, limits, keys, sampling, capacity."""
 
+import difflib
+import inspect
 import numbers
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -11,9 +14,13 @@ from specjax import noise, options
 from specjax.accept import RULES
 from specjax.autoregressive import plain
 from specjax.loop import Program, Weights, capacity, split
-from specjax.models.language_model import LanguageModel
+from specjax.models.chat import messages_of
+from specjax.models.language_model import LanguageModel, checked
 from specjax.round import Limits
+from specjax.static import show, whole
 from specjax.types import Array, Drafter, Sampling, Text
+
+LONGEST_WINDOW = 65536  # tokens per forward pass: a prefill chunk or a window of draft tokens
 
 
 class Request(NamedTuple):
@@ -48,11 +55,19 @@ def make(
     **sampling: Any,
 ) -> Request | None:
     """Checks a request; None if there is no prompt in it. See `specjax.generate` for the arguments."""
-    drafter = plain() if drafter is None else drafter
+    _check_names(sampling)
+    lm = checked("lm", lm)
+    drafter = _drafter(drafter)
     rule = _rule(rule, drafter)
-    _check_numbers(n=n, prefill_chunk=prefill_chunk)
-    if on_capacity not in ("error", "truncate"):
-        raise ValueError(f"on_capacity={on_capacity!r}: choose 'error' or 'truncate'")
+    n, prefill_chunk = whole("n", n, 1), whole("prefill_chunk", prefill_chunk, 1)
+    if prefill_chunk > LONGEST_WINDOW:
+        raise ValueError(f"prefill_chunk={show(prefill_chunk)}: must be at most {LONGEST_WINDOW}; 64 to 512 is usual")
+    for name, flag in (("chat", chat), ("logprobs", logprobs)):
+        if not isinstance(flag, (bool, np.bool_)):
+            raise ValueError(f"{name}={show(flag)}: must be True or False")
+    chat, logprobs = bool(chat), bool(logprobs)
+    if not isinstance(on_capacity, str) or on_capacity not in ("error", "truncate"):
+        raise ValueError(f"on_capacity={show(on_capacity)}: choose 'error' or 'truncate'")
     vocab = lm.model.vocab_size
     encoded = [_checked(ids, row, lm) for row, ids in enumerate(_encode(lm, prompts, chat))]
     count = len(encoded)
@@ -81,24 +96,59 @@ def make(
     )  # fmt: skip
 
 
+_OPTIONS = set(inspect.signature(make).parameters) - {"lm", "prompts", "sampling"}
+_SAMPLING = set(inspect.signature(options.make_sampling).parameters) - {"batch", "vocab_size", "eos_ids"}
+_ALIASES = {  # what other libraries call it
+    "max_tokens": "max_new_tokens", "max_length": "max_new_tokens", "num_tokens": "max_new_tokens",
+    "seeds": "seed", "key": "seed", "rng": "seed", "num_return_sequences": "n", "num_samples": "n",
+    "stop_strings": "stop", "stop_token_ids": "eos_ids", "eos_token_id": "eos_ids", "min_tokens": "min_new_tokens",
+    "bad_words_ids": "banned_tokens", "num_draft_tokens": "drafter", "draft": "drafter", "draft_model": "drafter",
+}  # fmt: skip
+
+
 def _rule(rule: str | None, drafter: Drafter) -> str:
     if rule is None:
         return drafter.default_rule
-    if rule not in RULES:
-        raise ValueError(f"rule={rule!r}: choose one of {sorted(RULES)}")
+    if not isinstance(rule, str) or rule not in RULES:
+        raise ValueError(f"rule={show(rule)}: choose one of {sorted(RULES)}")
     return rule
 
 
-def _check_numbers(**values: Any) -> None:
-    for name, value in values.items():
-        if isinstance(value, bool) or not isinstance(value, numbers.Integral) or int(value) < 1:
-            raise ValueError(f"{name}={value!r}: must be a whole number, 1 or more")
+def _check_names(given: Mapping[str, Any]) -> None:
+    """Names that are no option of `generate`, with the one that was probably meant."""
+    for name in given:
+        if name in _SAMPLING:
+            continue
+        near = _ALIASES.get(name) or next(iter(difflib.get_close_matches(name, [*_OPTIONS, *_SAMPLING], n=1)), None)
+        raise TypeError(f"generate() has no option {name!r}" + (f"; did you mean {near!r}?" if near else ""))
+
+
+def _drafter(drafter: Any) -> Drafter:
+    if drafter is None:
+        return plain()
+    if isinstance(drafter, Drafter):
+        if drafter.num_draft_tokens > LONGEST_WINDOW:
+            count = show(drafter.num_draft_tokens)
+            raise ValueError(f"drafter has num_draft_tokens={count}: at most {LONGEST_WINDOW}; 3 to 16 is usual")
+        return drafter
+    shown = show(drafter)
+    if isinstance(drafter, LanguageModel):
+        remedy = "a model drafts through specjax.drafters.model(draft, target)"
+    elif inspect.isroutine(drafter):
+        shown = name = getattr(drafter, "__name__", "it")
+        remedy = f"this is a function: call it, as in specjax.drafters.{name}(...)"
+    else:
+        remedy = "give a drafter such as specjax.drafters.ngram(), or None to decode plainly"
+    raise ValueError(f"drafter={shown}: {remedy}")
 
 
 def _encode(lm: LanguageModel, prompts: Any, chat: bool) -> list[Any]:
     """Prompts in any accepted form as a list of id lists."""
-    if not hasattr(prompts, "__len__"):
-        raise ValueError(f"prompts={prompts!r}: give a string, token ids, a conversation, or a list of them")
+    prompts = options.host(prompts)
+    if isinstance(prompts, bytes):
+        raise ValueError(f"prompts={show(prompts)} is bytes: decode it to a string, e.g. with .decode()")
+    if not isinstance(prompts, (str, Mapping, list)):
+        raise ValueError(f"prompts={show(prompts)}: give a string, token ids, a conversation, or a list of them")
     if isinstance(prompts, (str, Mapping)):
         prompts = [prompts] if isinstance(prompts, str) else [[prompts]]
     elif len(prompts) and all(isinstance(item, numbers.Integral) for item in prompts):
@@ -109,18 +159,45 @@ def _encode(lm: LanguageModel, prompts: Any, chat: bool) -> list[Any]:
 
 
 def _encode_one(lm: LanguageModel, prompt: Any, chat: bool, row: int) -> Any:
-    if not hasattr(prompt, "__len__"):
-        raise ValueError(f"prompt {row} is {prompt!r}: give a string, token ids, or a list of messages")
+    if isinstance(prompt, Mapping):
+        raise ValueError(f"prompt {row} is one message: give a list of messages and chat=True")
+    if isinstance(prompt, bytes):
+        raise ValueError(f"prompts: prompt {row} is bytes, {show(prompt)}: decode it to a string, e.g. with .decode()")
+    if not isinstance(prompt, (str, list)):
+        raise ValueError(f"prompts: prompt {row} is {show(prompt)}: give a string, token ids, or a list of messages")
     is_text = isinstance(prompt, str) or (len(prompt) > 0 and isinstance(prompt[0], Mapping))
     if is_text and lm.tokenizer is None:
         raise ValueError(f"prompt {row} is text, but this model has no tokenizer: pass token ids")
     if chat:
         if not is_text:
             raise ValueError(f"chat=True: prompt {row} is token ids; give a string or a list of messages")
-        return lm.encode_chat(prompt)
+        try:
+            messages = prompt if isinstance(prompt, str) else messages_of(prompt)
+            for text in [messages] if isinstance(messages, str) else [m.get("content") or "" for m in messages]:
+                _unicode(text)
+            return lm.encode_chat(messages)
+        except ValueError as error:
+            raise ValueError(f"prompt {row}: {error}") from error
     if is_text and not isinstance(prompt, str):
         raise ValueError(f"prompt {row} is a list of messages: pass chat=True to apply the chat template")
-    return lm.tokenizer.encode(prompt) if isinstance(prompt, str) and lm.tokenizer is not None else prompt
+    if not isinstance(prompt, str) or lm.tokenizer is None:
+        return prompt
+    try:
+        _unicode(prompt)
+    except ValueError as error:
+        raise ValueError(f"prompt {row}: {error}") from None
+    return lm.tokenizer.encode(prompt)
+
+
+def _unicode(text: str) -> None:
+    """Refuses half characters, which come from undecodable bytes or cut UTF-16 and cannot be encoded."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"character {error.start} is {text[error.start]!r}, a lone surrogate: replace it, e.g. with "
+            "text.encode('utf-8', 'replace').decode()"
+        ) from None
 
 
 def _checked(ids: Any, row: int, lm: LanguageModel) -> list[int]:
@@ -134,7 +211,10 @@ def _checked(ids: Any, row: int, lm: LanguageModel) -> list[int]:
 
 def _stop(stop: Any, lm: LanguageModel, vocab: int) -> tuple[np.ndarray, tuple[str, ...]]:
     """Token sequences, left-padded with -1 to bucketed sizes, and stop strings."""
-    items: list[Any] = [stop] if isinstance(stop, (str, numbers.Integral)) else list(() if stop is None else stop)
+    stop = options.host(stop)
+    items: Any = [stop] if isinstance(stop, (str, numbers.Integral)) else [] if stop is None else stop
+    if not isinstance(items, list):
+        raise ValueError(f"stop={show(stop)}: give a string, or a list of strings and token sequences")
     strings = tuple(item for item in items if isinstance(item, str))
     if "" in strings:
         raise ValueError("stop contains the empty string, which every text ends with: remove it")
@@ -146,6 +226,8 @@ def _stop(stop: Any, lm: LanguageModel, vocab: int) -> tuple[np.ndarray, tuple[s
             continue
         if isinstance(item, numbers.Integral):
             raise ValueError(f"stop contains the number {item}: single ids go into eos_ids, sequences are lists of ids")
+        if not isinstance(item, list):
+            raise ValueError(f"stop contains {show(item)}: give strings and token sequences (lists of ids)")
         if not len(item):
             raise ValueError("stop contains an empty token sequence: remove it")
         sequences.append([options.token_id("stop", token, vocab) for token in item])
@@ -158,22 +240,28 @@ def _stop(stop: Any, lm: LanguageModel, vocab: int) -> tuple[np.ndarray, tuple[s
 
 
 def _seeds(seed: Any, batch: int) -> np.ndarray:
-    if isinstance(seed, numbers.Integral) and not isinstance(seed, bool):
+    seed = options.host(seed)
+    if options.is_int(seed):
         seeds = [int(seed) + row for row in range(batch)]
     else:
-        given = np.asarray(seed)
-        seeds = given.tolist() if given.ndim == 1 and given.dtype.kind in "iu" else []
-        if len(seeds) != batch:
-            raise ValueError(f"seed={seed!r}: give one whole number, or one per row (here {batch})")
+        seeds = seed
+        if not isinstance(seeds, list) or len(seeds) != batch or not all(map(options.is_int, seeds)):
+            what = "a JAX key" if isinstance(seed, jax.Array) else show(seed)
+            raise ValueError(f"seed={what}: give one whole number (an int), or one per row (here {batch})")
     for value in seeds:
         if not 0 <= value < 2**32:
-            raise ValueError(f"seed={seed!r} gives a row the seed {value}: seeds are 0..2**32 - 1")
+            raise ValueError(f"seed={show(seed)} gives a row the seed {show(value)}: seeds are 0..2**32 - 1")
     return np.asarray(seeds, np.uint32)
 
 
 def _fit(lengths: np.ndarray, budget: np.ndarray, context: int | None, drafter: Drafter, on_capacity: str):
     """Budgets that fit the model's context, and which of them were cut."""
     limit = min(x for x in (context, drafter.context_length, 2**30) if x is not None)
+    if drafter.num_draft_tokens > limit:
+        raise ValueError(
+            f"drafter has num_draft_tokens={drafter.num_draft_tokens}, but texts may have {limit} tokens: "
+            "make it with fewer draft tokens"
+        )
     owners = {drafter.context_length: "the drafter's context", context: "the model's context"}
     whose = owners.get(limit, "the longest possible text")
     over = lengths.astype(np.int64) + budget > limit

@@ -5,9 +5,12 @@ equal drafters would compile twice, and a closure over a model would live as lon
 """
 
 import dataclasses
+import numbers
 import weakref
 from collections.abc import Callable
 from typing import Any
+
+import numpy as np
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,6 +31,32 @@ class Bound:
 def bind(fn: Callable[..., Any], *args: Any) -> Bound:
     """Fixes the leading arguments of a module-level function; arguments must be hashable."""
     return Bound(fn, args)
+
+
+def whole(name: str, value: Any, minimum: int, remedy: str = "") -> int:
+    """A whole number as an int: Python's, numpy's, or an array without axes.
+
+    Raises:
+      ValueError: anything else (booleans too), or less than ``minimum``; names argument, value and ``remedy``.
+    """
+    if isinstance(value, numbers.Integral) and not isinstance(value, bool):
+        number = int(value)
+    elif getattr(value, "ndim", None) == 0 and getattr(getattr(value, "dtype", None), "kind", "") in ("i", "u"):
+        number = int(np.asarray(value))
+    else:
+        number = None
+    if number is None or number < minimum:
+        raise ValueError(f"{name}={show(value)}: must be a whole number, {minimum} or more" + remedy)
+    return number
+
+
+def show(value: Any, length: int = 80) -> str:
+    """``repr`` for messages: never long, never an error."""
+    try:
+        text = repr(value)
+    except Exception:  # integers of more than 4300 digits, objects with a broken repr
+        text = f"<{type(value).__name__}>"
+    return text if len(text) <= length else text[: length - 4] + " ..."
 
 
 class Weak:

@@ -9,9 +9,9 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax import lax
 
-from specjax.models.language_model import LanguageModel
+from specjax.models.language_model import LanguageModel, checked
 from specjax.noise import Role, at, inverse_cdf, target_draw, uniform
-from specjax.static import bind
+from specjax.static import bind, show, whole
 from specjax.types import Array, Committed, Drafter, KVCache, Model, Proposal, PyTree, Sampling, Text
 from specjax.warp import warp
 
@@ -38,9 +38,14 @@ def model(
 
     Raises:
       ValueError: different vocabularies or tokenizers, or a draft context shorter than max_length; names both facts.
+        An argument that is no language model, or no whole number.
     """
-    if num_draft_tokens < 1:
-        raise ValueError(f"num_draft_tokens={num_draft_tokens}: must be 1 or more; drafter=None decodes plainly")
+    draft, target = checked("draft", draft), checked("target", target)
+    num_draft_tokens = whole("num_draft_tokens", num_draft_tokens, 1, "; drafter=None decodes plainly")
+    if not isinstance(coupled, bool):
+        raise ValueError(f"coupled={show(coupled)}: must be True or False")
+    if max_length is not None:
+        max_length = whole("max_length", max_length, 1, "; None is the target's context")
     if draft.model.vocab_size != target.model.vocab_size:
         raise ValueError(
             f"the draft model has {draft.model.vocab_size} tokens and the target {target.model.vocab_size}: "

@@ -6,7 +6,7 @@ The proposal is a function of the text, hence a point mass; nothing is learned a
 
 import jax.numpy as jnp
 
-from specjax.static import bind
+from specjax.static import bind, whole
 from specjax.types import Array, Committed, Drafter, Proposal, PyTree, Sampling, Text
 
 
@@ -22,11 +22,11 @@ def ngram(num_draft_tokens: int = 7, *, max_ngram: int = 4, min_ngram: int = 2) 
         wider window.
 
     Raises:
-      ValueError: num_draft_tokens < 1 or not 1 <= min_ngram <= max_ngram.
+      ValueError: not whole numbers, num_draft_tokens < 1 or not 1 <= min_ngram <= max_ngram.
     """
-    if num_draft_tokens < 1:
-        raise ValueError(f"num_draft_tokens={num_draft_tokens}: must be 1 or more; drafter=None decodes plainly")
-    if not 1 <= min_ngram <= max_ngram:
+    num_draft_tokens = whole("num_draft_tokens", num_draft_tokens, 1, "; drafter=None decodes plainly")
+    max_ngram, min_ngram = whole("max_ngram", max_ngram, 1), whole("min_ngram", min_ngram, 1)
+    if min_ngram > max_ngram:
         raise ValueError(f"min_ngram={min_ngram}, max_ngram={max_ngram}: must be 1 <= min_ngram <= max_ngram")
     return Drafter(
         params=(),

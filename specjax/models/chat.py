@@ -6,14 +6,32 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from specjax.static import show
+
 Message = Mapping[str, Any]
 
 
 def messages_of(prompt: str | Message | Sequence[Message]) -> list[Message]:
-    """A plain string is one user turn, one message a conversation of length one."""
+    """A plain string is one user turn, one message a conversation of length one.
+
+    Raises:
+      ValueError: a message that is no mapping of a role and a content, both strings. Only one with tool calls may lack
+        the content.
+    """
     if isinstance(prompt, str):
         return [{"role": "user", "content": prompt}]
-    return [prompt] if isinstance(prompt, Mapping) else list(prompt)
+    messages = [prompt] if isinstance(prompt, Mapping) else list(prompt)
+    for i, message in enumerate(messages):
+        if not isinstance(message, Mapping):
+            raise ValueError(f"message {i} is {show(message)}: give {{'role': ..., 'content': ...}}")
+        for key in ("role", "content"):
+            if key == "content" and message.get("tool_calls") and message.get(key) is None:
+                continue
+            if key not in message:
+                raise ValueError(f"message {i} has no {key!r}: give {{'role': ..., 'content': ...}}")
+            if not isinstance(message[key], str):
+                raise ValueError(f"message {i} has {key!r} {show(message[key])}: it must be a string")
+    return messages
 
 
 def render(

@@ -1,9 +1,11 @@
 """`load`: a model, its weights and its tokenizer, from a name, a file or a directory."""
 
+import difflib
+import os
 import pathlib
 import re
 from collections.abc import Mapping
-from typing import Protocol
+from typing import Any, Protocol
 
 import jax.numpy as jnp
 import numpy as np
@@ -12,6 +14,7 @@ from specjax.models import fetch, huggingface, llama, llama_params, orbax, token
 from specjax.models.config import LlamaConfig
 from specjax.models.gguf import GGUFFile, config_of
 from specjax.models.language_model import LanguageModel
+from specjax.static import show
 from specjax.types import PyTree
 
 # Buffers that some checkpoints store and every model computes for itself.
@@ -45,10 +48,12 @@ def load(name_or_path: str | pathlib.Path, *, dtype="float32", scan_layers: bool
       FileNotFoundError: if there is nothing at the path, or a part of it is missing; the message says what.
       ValueError: for anything in the files that is not understood: the message names the tensor, key or type.
     """
-    if not isinstance(dtype, str):
-        dtype = jnp.dtype(dtype).name
-    if dtype not in ("float32", "bfloat16"):
-        raise ValueError(f"dtype is {dtype!r}; weights are loaded as 'float32' or 'bfloat16'")
+    dtype = _dtype_name(dtype)
+    if not isinstance(name_or_path, (str, os.PathLike)) or not os.fspath(name_or_path):
+        raise ValueError(
+            f"name_or_path={show(name_or_path)}: give a known name ({', '.join(fetch.NAMED)}), "
+            "a GGUF file or a directory"
+        )
     if isinstance(name_or_path, str) and name_or_path in fetch.NAMED:
         return _load_gguf(fetch.fetch(name_or_path), dtype, scan_layers)
 
@@ -67,11 +72,23 @@ def load(name_or_path: str | pathlib.Path, *, dtype="float32", scan_layers: bool
         if magic == b"GGUF" or path.suffix == ".gguf":
             return _load_gguf(path, dtype, scan_layers)
         raise ValueError(f"{path} is not a GGUF file; apart from those, `load` reads directories with a config.json")
-    if re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", str(name_or_path)):
-        return _load_directory(huggingface.download(str(name_or_path)), dtype, scan_layers)
+    if isinstance(name_or_path, str) and re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", name_or_path):
+        return _load_directory(huggingface.download(name_or_path), dtype, scan_layers)
+    near = difflib.get_close_matches(path.name.lower(), fetch.NAMED, n=1)
     raise FileNotFoundError(
         f"{name_or_path} is neither a file nor a directory nor a known name ({', '.join(fetch.NAMED)})"
+        + (f"; did you mean {near[0]!r}?" if near else "")
     )
+
+
+def _dtype_name(dtype: Any) -> str:
+    try:
+        name = dtype if isinstance(dtype, str) or dtype is None else jnp.dtype(dtype).name
+    except TypeError:
+        name = None
+    if name not in ("float32", "bfloat16"):
+        raise ValueError(f"dtype is {show(dtype)}; weights are loaded as 'float32' or 'bfloat16'")
+    return name
 
 
 def _load_gguf(path: pathlib.Path, dtype: str, scan_layers: bool) -> LanguageModel:
