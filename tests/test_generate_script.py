@@ -1,0 +1,140 @@
+"""scripts/generate.py: refusals, prompts, seeds and the arithmetic of --compare. No model is loaded."""
+
+import importlib
+import io
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPTS = Path(__file__).resolve().parent.parent / "scripts"
+
+
+@pytest.fixture(scope="module")
+def script():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(SCRIPTS))
+        yield importlib.import_module("generate")
+    for name in ("generate", "generate_options"):
+        sys.modules.pop(name)
+
+
+@pytest.mark.parametrize(
+    "line, words",
+    [
+        ("", "no prompt"),
+        ("- -", "once"),
+        ("hi --drafter model", "--draft-model"),
+        ("hi --draft-model x", "--drafter model"),
+        ("hi --coupled", "--coupled"),
+        ("hi --drafter none --num-draft-tokens 3", "--num-draft-tokens"),
+        ("hi --drafter none --compare", "--compare"),
+        ("hi --compare --max-new-tokens 0", "--max-new-tokens"),
+        ("hi -n 0", "-n must"),
+        ("hi -n 2 --compare", "-n"),
+        ("hi --logprobs", "--json"),
+        ("hi --logprobs --json --compare", "--compare"),
+        ("hi --repeats 3", "--compare"),
+        ("hi --compare --repeats 0", "--repeats"),
+    ],
+)
+def test_the_parser_refuses(script, capsys, line, words):
+    with pytest.raises(SystemExit) as error:
+        script.parse(line.split())
+    assert error.value.code == 2
+    assert words in capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    "line, name",
+    [
+        ("--top-p 2", "top_p"),
+        ("--temperature -1", "temperature"),
+        ("--min-new-tokens -1", "min_new_tokens"),
+        ("--max-new-tokens -1", "max_new_tokens"),
+        ("--seed -1", "seed"),
+        ("--num-draft-tokens 0", "num_draft_tokens"),
+        ("--num-draft-tokens -2", "num_draft_tokens"),
+    ],
+)
+def test_numbers_out_of_range_are_refused_before_loading(script, line, name):
+    with pytest.raises(ValueError, match=name):
+        script.check_ranges(script.parse(["hi", *line.split()]))
+
+
+def test_draft_tokens_default_and_given(script):
+    assert script.build_drafter(script.parse(["hi"]), None).num_draft_tokens == 7
+    assert script.build_drafter(script.parse(["hi", "--num-draft-tokens", "3"]), None).num_draft_tokens == 3
+    with pytest.raises(ValueError, match="num_draft_tokens"):
+        script.build_drafter(script.parse(["hi", "--num-draft-tokens", "0"]), None)
+
+
+def test_prompts_come_from_arguments_then_file_then_demo(script, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("from stdin\n\n"))
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"prompt": "one\\n"}\n\n{"prompt": "two\u2028", "other": 1}\n', encoding="utf-8")
+    prompts = script.read_prompts(script.parse(["a\n", "-", "--file", str(file), "--demo"]))
+    assert prompts[:4] == ["a\n", "from stdin\n", "one\n", "two\u2028"]
+    assert len(prompts) == 8
+
+
+def test_a_text_file_is_one_prompt_without_its_last_newline(script, tmp_path):
+    file = tmp_path / "prompt.txt"
+    file.write_text("two\nlines\n")
+    assert script.read_prompts(script.parse(["--file", str(file)])) == ["two\nlines"]
+
+
+@pytest.mark.parametrize(
+    "name, content, words",
+    [
+        ("missing.txt", None, "cannot read"),
+        ("latin.txt", b"caf\xe9", "not UTF-8"),
+        ("bad.jsonl", b'{"prompt": "x"}\n{"prompt"', "line 2: not JSON"),
+        ("bad.jsonl", b'\n{"text": "x"}', "line 2: needs"),
+        ("bad.jsonl", b'{"prompt": 3}', "line 1: needs"),
+        ("bad.jsonl", b'["prompt"]', "line 1: needs"),
+        ("empty.jsonl", b"\n", "no prompt"),
+        (".", None, "cannot read"),
+    ],
+)
+def test_file_errors_are_one_line(script, tmp_path, name, content, words):
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(SystemExit) as error:
+        script.read_prompts(script.parse(["--file", str(tmp_path / name)]))
+    assert words in error.value.code
+    assert "\n" not in error.value.code
+
+
+def test_seeds_are_those_of_generate(script):
+    args = script.parse(["a", "b", "--seed", "5", "-n", "3"])
+    seeds = [script.options(args, prompt, sample)["seed"] for prompt in range(2) for sample in range(3)]
+    assert seeds == [5 + row for row in range(6)]
+    assert script.options(args)["seed"] == 5
+
+
+def test_totals_use_each_configurations_own_tokens(script):
+    def row(plain, spec, equal):
+        return {
+            "tokens": {"plain float32": plain, "plain bfloat16": plain, "speculative": spec},
+            "seconds": {"plain float32": [1.0, 9.0, 2.0], "plain bfloat16": [4.0], "speculative": [1.0]},
+            "equal": equal,
+        }
+
+    both = script.total([row(10, 20, True), row(30, 10, False)])
+    rates = {"plain float32": 40 / 4, "plain bfloat16": 40 / 8, "speculative": 30 / 2}
+    assert both == {"tokens_per_second": rates, "baseline": "plain float32", "ratio": 1.5, "equal": False}
+
+
+@pytest.mark.parametrize(
+    "row, rule, words",
+    [
+        ({"equal": True}, "match", "same text"),
+        ({"equal": False}, "match", "DIFFERENT TEXT"),
+        ({"equal": False}, "rejection", "different draws"),
+        ({"equal": False}, "block", "different draws"),
+        ({"equal": False, "divergence": {"index": 3, "margin": 1e-5}}, "match", "part at token 3"),
+    ],
+)
+def test_equality_in_words_follows_the_rule_in_effect(script, row, rule, words):
+    assert words in script.describe_equality(row, rule)
