@@ -77,7 +77,7 @@ def _float32(value: Any) -> float:
         try:
             return float(np.float32(value))
         except OverflowError:  # an int of over 300 digits
-            return math.copysign(math.inf, value)
+            return math.inf if value > 0 else -math.inf
 
 
 def token_id(name: str, value: Any, vocab_size: int) -> int:
