@@ -31,13 +31,15 @@ from specjax.types import Acceptance, Array, Proposal, Sparse
 def accept(
     rule: str, keys: Array, proposal: Proposal, target_probs: Array, positions: Array | None = None
 ) -> Acceptance:
-    """Decides one round. Usable alone, with nothing but arrays.
+    """Decides one round. Usable alone, with nothing but arrays, of numpy or JAX.
 
     Args:
       rule: "rejection", "block" (chains only) or "match".
       keys: [B] typed keys of the rows.
       proposal: N nodes; see `Proposal`.
-      target_probs: [B, 1 + N, V] warped target laws: row 0 after the pending token, row n + 1 after node n.
+      target_probs: [B, 1 + N, V] warped target laws: row 0 after the pending token, row n + 1 after node n. Values are
+        not checked: laws are not negative and sum to 1. A row that starts with NaN has no law and judges nothing; a
+        token outside [0, V) is not judged either.
       positions: [B] absolute position of the pending token, default 0. Rounds of one text must differ in it.
 
     Returns:
@@ -50,21 +52,41 @@ def accept(
     if rule not in RULES:
         raise ValueError(f"rule={rule!r}: choose one of {sorted(RULES)}")
     if rule == "block" and proposal.parents is not None:
-        raise ValueError("rule='block' judges chains; this proposal is a tree (parents is not None): use 'rejection'")
+        raise ValueError("rule='block' judges chains (parents=None), this proposal is a tree: use 'rejection'")
     check_keys(keys)
+    target_probs = jnp.asarray(target_probs)
+    proposal = _as_arrays(proposal)
+    if target_probs.ndim != 3:
+        raise ValueError(f"target_probs has shape {target_probs.shape}: give [B, 1 + N, V]")
     batch, width, _ = target_probs.shape
     check_proposal(proposal, target_probs.shape)
+    chex.assert_shape(keys, (batch,), custom_message="keys: one per row of target_probs")
     proposal = proposal._replace(valid=proposal.valid & _judgeable(proposal, target_probs))
     if positions is None:
         positions = jnp.zeros(batch, jnp.int32)
+    positions = jnp.asarray(positions)
+    chex.assert_shape(positions, (batch,), custom_message="positions: one per row of target_probs")
     path, num_accepted, next_token = RULES[rule](keys, proposal, target_probs, positions)
     chex.assert_shape(path, (batch, width))
     chex.assert_shape([num_accepted, next_token], (batch,))
     return Acceptance(path.astype(jnp.int32), num_accepted.astype(jnp.int32), next_token.astype(jnp.int32))
 
 
+def _as_arrays(proposal: Proposal) -> Proposal:
+    """A proposal of numpy arrays or lists as JAX arrays; static parents stay static."""
+    if not isinstance(proposal, Proposal):
+        kind = type(proposal).__name__
+        raise ValueError(f"proposal is a {kind}: give specjax.Proposal(tokens, probs, parents, valid)")
+    tokens, probs, parents, valid = proposal
+    if isinstance(parents, (list, tuple)):
+        parents = np.asarray(parents)
+    return Proposal(jnp.asarray(tokens), jax.tree.map(jnp.asarray, probs), parents, jnp.asarray(valid, bool))
+
+
 def check_keys(keys: Array) -> None:
     """Refuses keys whose bits depend on how they are batched (rbg under vmap) and raw uint32 keys."""
+    if not hasattr(keys, "dtype"):
+        raise ValueError(f"keys is a {type(keys).__name__}: give typed keys [B], specjax.row_keys(seeds)")
     if jnp.issubdtype(keys.dtype, jax.dtypes.prng_key) and "fry" in str(keys.dtype):
         chex.assert_rank(keys, 1)
         return
@@ -75,17 +97,22 @@ def check_proposal(proposal: Proposal, target_shape: tuple[int, ...]) -> None:
     """Shapes of a proposal against target_probs [B, 1 + N, V] (or anything with that shape)."""
     batch, width, vocab = target_shape
     nodes = (batch, width - 1)
-    chex.assert_shape([proposal.tokens, proposal.valid], nodes)
+    for name in ("tokens", "valid"):
+        chex.assert_shape(getattr(proposal, name), nodes, custom_message=f"proposal.{name} is [B, N]")
+    if not jnp.issubdtype(proposal.tokens.dtype, jnp.integer):
+        raise ValueError(f"proposal.tokens have dtype {proposal.tokens.dtype}: give token ids, integers")
     if isinstance(proposal.probs, Sparse):
-        chex.assert_shape(proposal.probs.probs, (*nodes, None))
+        chex.assert_shape(proposal.probs.probs, (*nodes, None), custom_message="Sparse.probs is [B, N, M]")
         size = proposal.probs.probs.shape[-1]
-        chex.assert_shape(proposal.probs.ids, (size,) if proposal.probs.ids.ndim == 1 else (*nodes, size))
+        shape = (size,) if proposal.probs.ids.ndim == 1 else (*nodes, size)
+        chex.assert_shape(proposal.probs.ids, shape, custom_message="Sparse.ids is [M] or [B, N, M]")
     elif proposal.probs is not None:
-        chex.assert_shape(proposal.probs, (*nodes, vocab))
+        chex.assert_shape(proposal.probs, (*nodes, vocab), custom_message="proposal.probs is [B, N, V]")
     if isinstance(proposal.parents, np.ndarray) and proposal.parents.ndim == 1:
         tree.validate(proposal.parents)
     if proposal.parents is not None:
-        chex.assert_shape(proposal.parents, nodes if proposal.parents.ndim == 2 else nodes[1:])
+        shape = nodes if proposal.parents.ndim == 2 else nodes[1:]
+        chex.assert_shape(proposal.parents, shape, custom_message="proposal.parents is [N] or [B, N]")
 
 
 def _judgeable(proposal: Proposal, target_probs: Array) -> Array:
@@ -97,7 +124,8 @@ def _judgeable(proposal: Proposal, target_probs: Array) -> Array:
     else:
         batch, nodes = proposal.tokens.shape
         above = jnp.take_along_axis(lawful, tree.broadcast_parents(proposal.parents, batch, nodes) + 1, axis=1)
-    return above & ~jnp.isnan(_draft_mass(proposal))
+    known = (proposal.tokens >= 0) & (proposal.tokens < target_probs.shape[-1])
+    return above & known & ~jnp.isnan(_draft_mass(proposal))
 
 
 def residual(p: Array, q: Array) -> Array:
