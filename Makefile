@@ -22,7 +22,7 @@ $(STAMP): pyproject.toml
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@for try in 1 2 3 4; do \
 		$(BIN)/python -m pip install --quiet --disable-pip-version-check --retries 5 --timeout 60 \
-			-e '.[test,plots,terminal]' && break; \
+			-e '.[test,plots]' && break; \
 		test $$try = 4 && exit 1; \
 		echo "install failed; trying again in $$((try * 10)) s"; sleep $$((try * 10)); \
 	done

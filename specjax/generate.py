@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax import loop, request
-from specjax.models.language_model import LanguageModel
+from specjax.models.language_model import LanguageModel, checked
 from specjax.request import Request
 from specjax.result import Detokenizer, Generation, StopStrings, reasons
 from specjax.round import RUNNING, STOP, State
@@ -218,7 +218,7 @@ def stream(lm: LanguageModel, prompt: str | Sequence[int] | Sequence[Mapping[str
     Raises:
       ValueError, TypeError: as `specjax.generate`; more than one prompt; a model without tokenizer.
     """
-    if lm.tokenizer is None:
+    if checked("lm", lm).tokenizer is None:
         raise ValueError("stream yields text, but this model has no tokenizer: use generate with token ids")
     made = request.make(lm, prompt, **options)
     if made is None or made.keys.shape[0] != 1:

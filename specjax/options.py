@@ -88,8 +88,8 @@ def token_id(name: str, value: Any, vocab_size: int) -> int:
 
 
 def eos(eos_ids: Any, vocab_size: int) -> tuple[int, ...]:
-    """Checked end-of-text ids from an int or a sequence; None is none."""
-    eos_ids = host(eos_ids)
+    """Checked end-of-text ids from an int, a sequence or a set; None is none."""
+    eos_ids = sorted(eos_ids) if isinstance(eos_ids, (set, frozenset)) else host(eos_ids)
     if isinstance(eos_ids, numbers.Integral):
         eos_ids = [eos_ids]
     if eos_ids is None:
