@@ -15,7 +15,7 @@ match      draws the target's own token from target noise and follows the draft 
            Drafter-Invariant Speculative Decoding, arXiv 2408.07978 (2024).
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import chex
 import jax
@@ -77,7 +77,8 @@ def _as_arrays(proposal: Proposal) -> Proposal:
     if not isinstance(proposal, Proposal):
         kind = type(proposal).__name__
         raise ValueError(f"proposal is a {kind}: give specjax.Proposal(tokens, probs, parents, valid)")
-    tokens, probs, parents, valid = proposal
+    tokens, probs, valid = proposal.tokens, proposal.probs, proposal.valid
+    parents: Any = proposal.parents
     if isinstance(parents, (list, tuple)):
         parents = np.asarray(parents)
     return Proposal(jnp.asarray(tokens), jax.tree.map(jnp.asarray, probs), parents, jnp.asarray(valid, bool))
