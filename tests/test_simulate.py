@@ -83,7 +83,7 @@ def test_a_wrong_option_is_one_line_not_a_traceback(simulate, options, message):
 
 def test_without_matplotlib_the_numbers_come_and_the_remedy_is_named(simulate, monkeypatch, capsys, tmp_path):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(SystemExit, match=r"pip install 'specjax\[plots\]'"):
+    with pytest.raises(SystemExit, match=r"pip install '\.\[plots\]'"):
         simulate.main(["--rounds", "400", "--out", str(tmp_path)])
     assert "tokens per round" in capsys.readouterr().out
     assert not list(tmp_path.iterdir())
