@@ -2,8 +2,8 @@
 
 __version__ = "0.1.0"
 
-from specjax import drafters, theory
-from specjax.accept import accept
+from specjax import drafters, theory, tree
+from specjax.accept import Typical, accept
 from specjax.autoregressive import plain
 from specjax.generate import Stream, generate, stream
 from specjax.models.language_model import LanguageModel
@@ -25,6 +25,7 @@ from specjax.types import (
     Sampling,
     Sparse,
     Text,
+    Window,
 )
 from specjax.warp import warp
 
@@ -47,6 +48,8 @@ __all__ = [
     "Stats",
     "Stream",
     "Text",
+    "Typical",
+    "Window",
     "accept",
     "drafters",
     "from_nnx",
@@ -60,5 +63,6 @@ __all__ = [
     "row_keys",
     "stream",
     "theory",
+    "tree",
     "warp",
 ]

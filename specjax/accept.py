@@ -13,28 +13,62 @@ block      judges all prefixes of a chain together; never shorter in expectation
 match      draws the target's own token from target noise and follows the draft while it is equal. The text depends on
            (row key, position) alone, not on drafter, K or batch. Daliri et al., Coupling without Communication and
            Drafter-Invariant Speculative Decoding, arXiv 2408.07978 (2024).
+
+One rule is not exact, and its type says so: `Typical`.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import chex
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from specjax import tree
-from specjax.noise import Role, accept_uniforms, at, inverse_cdf, target_draw, uniform
+from specjax.noise import Role, accept_uniforms, argmax, at, inverse_cdf, target_draw, uniform
+from specjax.proposal import as_arrays, check_keys, check_proposal
+from specjax.static import bind, show
 from specjax.types import Acceptance, Array, Proposal, Sparse
 
 
+class Typical(NamedTuple):
+    """LOSSY rule: every node that is plausible by itself is accepted, the longest such path is kept.
+
+    A node x is plausible where p(x) > min(threshold, alpha * exp(-H(p))), H the entropy of the warped law p. The token
+    after the path is drawn from p. The text does not follow the target's law (except at temperature 0, where only the
+    argmax is plausible if threshold < 1); `Generation.lossless` is False. Cai et al., Medusa, arXiv 2401.10774 (2024).
+    """
+
+    threshold: float = 0.09
+    alpha: float = 0.3
+
+
+Rule = str | Typical
+
+
+def check_rule(rule: Rule) -> Rule:
+    """``rule`` if it is one.
+
+    Raises:
+      ValueError: an unknown name; a `Typical` with thresholds outside 0 .. 1.
+    """
+    if isinstance(rule, str) and rule in RULES:
+        return rule
+    if isinstance(rule, Typical):
+        for name, value in rule._asdict().items():
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1:
+                raise ValueError(f"Typical: {name}={show(value)} must be a number from 0 to 1")
+        return rule
+    raise ValueError(f"rule={show(rule)}: choose one of {sorted(RULES)}, or specjax.Typical(), which is lossy")
+
+
 def accept(
-    rule: str, keys: Array, proposal: Proposal, target_probs: Array, positions: Array | None = None
+    rule: Rule, keys: Array, proposal: Proposal, target_probs: Array, positions: Array | None = None
 ) -> Acceptance:
     """Decides one round. Usable alone, with nothing but arrays, of numpy or JAX.
 
     Args:
-      rule: "rejection", "block" (chains only) or "match".
+      rule: "rejection", "block" (chains only) or "match"; `Typical` is lossy.
       keys: [B] typed keys of the rows.
       proposal: N nodes; see `Proposal`.
       target_probs: [B, 1 + N, V] warped target laws: row 0 after the pending token, row n + 1 after node n. Values are
@@ -49,13 +83,12 @@ def accept(
       ValueError: an unknown rule, a tree given to "block", keys of another type than threefry.
       AssertionError: shapes that do not belong together (chex).
     """
-    if rule not in RULES:
-        raise ValueError(f"rule={rule!r}: choose one of {sorted(RULES)}")
+    check_rule(rule)
     if rule == "block" and proposal.parents is not None:
         raise ValueError("rule='block' judges chains (parents=None), this proposal is a tree: use 'rejection'")
     check_keys(keys)
     target_probs = jnp.asarray(target_probs)
-    proposal = _as_arrays(proposal)
+    proposal = as_arrays(proposal)
     if target_probs.ndim != 3:
         raise ValueError(f"target_probs has shape {target_probs.shape}: give [B, 1 + N, V]")
     batch, width, _ = target_probs.shape
@@ -66,54 +99,11 @@ def accept(
         positions = jnp.zeros(batch, jnp.int32)
     positions = jnp.asarray(positions)
     chex.assert_shape(positions, (batch,), custom_message="positions: one per row of target_probs")
-    path, num_accepted, next_token = RULES[rule](keys, proposal, target_probs, positions)
+    decide = bind(_typical, rule) if isinstance(rule, Typical) else RULES[rule]
+    path, num_accepted, next_token = decide(keys, proposal, target_probs, positions)
     chex.assert_shape(path, (batch, width))
     chex.assert_shape([num_accepted, next_token], (batch,))
     return Acceptance(path.astype(jnp.int32), num_accepted.astype(jnp.int32), next_token.astype(jnp.int32))
-
-
-def _as_arrays(proposal: Proposal) -> Proposal:
-    """A proposal of numpy arrays or lists as JAX arrays; static parents stay static."""
-    if not isinstance(proposal, Proposal):
-        kind = type(proposal).__name__
-        raise ValueError(f"proposal is a {kind}: give specjax.Proposal(tokens, probs, parents, valid)")
-    tokens, probs, valid = proposal.tokens, proposal.probs, proposal.valid
-    parents: Any = proposal.parents
-    if isinstance(parents, (list, tuple)):
-        parents = np.asarray(parents)
-    return Proposal(jnp.asarray(tokens), jax.tree.map(jnp.asarray, probs), parents, jnp.asarray(valid, bool))
-
-
-def check_keys(keys: Array) -> None:
-    """Refuses keys whose bits depend on how they are batched (rbg under vmap) and raw uint32 keys."""
-    if not hasattr(keys, "dtype"):
-        raise ValueError(f"keys is a {type(keys).__name__}: give typed keys [B], specjax.row_keys(seeds)")
-    if jnp.issubdtype(keys.dtype, jax.dtypes.prng_key) and "fry" in str(keys.dtype):
-        chex.assert_rank(keys, 1)
-        return
-    raise ValueError(f"keys have dtype {keys.dtype}: give typed threefry keys [B], jax.random.key(seed) per row")
-
-
-def check_proposal(proposal: Proposal, target_shape: tuple[int, ...]) -> None:
-    """Shapes of a proposal against target_probs [B, 1 + N, V] (or anything with that shape)."""
-    batch, width, vocab = target_shape
-    nodes = (batch, width - 1)
-    for name in ("tokens", "valid"):
-        chex.assert_shape(getattr(proposal, name), nodes, custom_message=f"proposal.{name} is [B, N]")
-    if not jnp.issubdtype(proposal.tokens.dtype, jnp.integer):
-        raise ValueError(f"proposal.tokens have dtype {proposal.tokens.dtype}: give token ids, integers")
-    if isinstance(proposal.probs, Sparse):
-        chex.assert_shape(proposal.probs.probs, (*nodes, None), custom_message="Sparse.probs is [B, N, M]")
-        size = proposal.probs.probs.shape[-1]
-        shape = (size,) if proposal.probs.ids.ndim == 1 else (*nodes, size)
-        chex.assert_shape(proposal.probs.ids, shape, custom_message="Sparse.ids is [M] or [B, N, M]")
-    elif proposal.probs is not None:
-        chex.assert_shape(proposal.probs, (*nodes, vocab), custom_message="proposal.probs is [B, N, V]")
-    if isinstance(proposal.parents, np.ndarray) and proposal.parents.ndim == 1:
-        tree.validate(proposal.parents)
-    if proposal.parents is not None:
-        shape = nodes if proposal.parents.ndim == 2 else nodes[1:]
-        chex.assert_shape(proposal.parents, shape, custom_message="proposal.parents is [N] or [B, N]")
 
 
 def _judgeable(proposal: Proposal, target_probs: Array) -> Array:
@@ -312,6 +302,26 @@ def _match(keys: Array, proposal: Proposal, target_probs: Array, positions: Arra
     start = (_start(batch, width), jnp.ones(batch, bool), jnp.zeros(batch, jnp.int32), jnp.int32(0))
     walk, _, token, _ = lax.while_loop(more, descend, start)
     return walk.path, walk.count, token
+
+
+def _typical(rule: Typical, keys: Array, proposal: Proposal, target_probs: Array, positions: Array):
+    """The deepest node that is plausible like all its ancestors; the first one among equals."""
+    batch, width, _ = target_probs.shape
+    rows, slots = jnp.arange(batch), jnp.arange(width, dtype=jnp.int32)
+    entropy = jnp.sum(jax.scipy.special.entr(target_probs), axis=-1)  # [B, T]
+    bar = jnp.minimum(rule.threshold, rule.alpha * jnp.exp(-entropy))
+    above = tree.broadcast_parents(proposal.parents, batch, width - 1) + 1
+    mass = target_probs[rows[:, None], above, proposal.tokens]
+    plausible = proposal.valid & (mass > jnp.take_along_axis(bar, above, axis=1))
+    plausible = jnp.concatenate([jnp.ones((batch, 1), bool), plausible], axis=1)
+    ancestors = jnp.broadcast_to(jnp.asarray(tree.window_mask(proposal.parents, width - 1)), (batch, width, width))
+    whole = jnp.all(plausible[:, None] | ~ancestors, axis=-1)
+    depth = jnp.where(whole, jnp.sum(ancestors, axis=-1, dtype=jnp.int32) - 1, -1)
+    best = argmax(depth)
+    count = depth[rows, best]
+    on_path = ancestors[rows, best]
+    path = jnp.sort(jnp.where(on_path, slots[None], best[:, None]), axis=-1)  # ancestors come before their descendants
+    return path, count, _draw(keys, positions, target_probs[rows, best])
 
 
 RULES = {"rejection": _rejection, "block": _block, "match": _match}

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax import loop, request
+from specjax.accept import Rule, Typical
 from specjax.models.language_model import LanguageModel, checked
 from specjax.request import Request
 from specjax.result import Detokenizer, Generation, StopStrings, reasons
@@ -21,7 +22,7 @@ def generate(
     prompts: Any,
     *,
     drafter: Drafter | None = None,
-    rule: str | None = None,
+    rule: Rule | None = None,
     max_new_tokens: int | Sequence[int] = 128,
     seed: int | Sequence[int] = 0,
     n: int = 1,
@@ -41,8 +42,9 @@ def generate(
         ``[]`` is an empty batch. An empty prompt becomes the begin token, if the model has one.
       drafter: a draft source; None decodes plainly.
       rule: "rejection", "block" or "match". Default: "rejection" where proposals carry probabilities, "match" for
-        point masses and plain decoding. All are exact. With "match" the text depends on prompt and seed alone; with
-        the others the draws, not their law, may differ between drafters and numbers of draft tokens.
+        point masses and plain decoding. These are exact; `specjax.Typical()` is not, and the result says so. With
+        "match" the text depends on prompt and seed alone; with the others the draws, not their law, may differ between
+        drafters and numbers of draft tokens.
       max_new_tokens: one number, or one per prompt.
       seed: an int s gives row i the seed s + i; or one per row. Prompt and seed determine the text: alone, in any
         batch, at any index.
@@ -88,7 +90,8 @@ def generate(
     tokens = [row.tolist() for row in take(text.tokens)]
     texts = None if lm.tokenizer is None else [lm.tokenizer.decode(row, skip_special_tokens=True) for row in tokens]
     raw, warped = (take(record.raw), take(record.warped)) if logprobs else (None, None)
-    return Generation(texts, tokens, reasons(finish, made.truncated), raw, warped, Stats(counts))
+    lossless = not isinstance(made.program.rule, Typical)
+    return Generation(texts, tokens, reasons(finish, made.truncated), raw, warped, Stats(counts), lossless)
 
 
 class Rounds:
@@ -160,7 +163,10 @@ class Rounds:
             warped = [np.asarray([pair[1] for pair in row], np.float32) for row in self._logprobs]
         texts = None if self._detokenizers is None else list(self.texts)
         tokens = [list(row) for row in self.tokens]
-        return Generation(texts, tokens, reasons(self.finish, made.truncated), raw, warped, Stats(self._counts))
+        return Generation(
+            texts, tokens, reasons(self.finish, made.truncated), raw, warped, Stats(self._counts),
+            lossless=not isinstance(made.program.rule, Typical),
+        )  # fmt: skip
 
 
 class Stream:

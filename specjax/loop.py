@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from specjax.accept import Rule
 from specjax.round import LENGTH, RUNNING, Limits, Round, State, prefill, round, truncate
 from specjax.static import weak
 from specjax.types import Array, Drafter, Model, PyTree, Sampling, Text
@@ -21,7 +22,7 @@ class Program(NamedTuple):
 
     model: Model
     drafter: Drafter  # without params
-    rule: str
+    rule: Rule
     logprobs: bool
 
     def prefill(self) -> "Program":
@@ -43,7 +44,7 @@ class Logprobs(NamedTuple):
     warped: Array
 
 
-def split(model: Model, params: PyTree, drafter: Drafter, rule: str, logprobs: bool) -> tuple[Program, Weights]:
+def split(model: Model, params: PyTree, drafter: Drafter, rule: Rule, logprobs: bool) -> tuple[Program, Weights]:
     """Separates what is compiled in from what is passed in."""
     return weak(Program(model, drafter._replace(params=()), rule, logprobs)), Weights(params, drafter.params)
 

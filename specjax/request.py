@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax import noise, options
-from specjax.accept import RULES
+from specjax.accept import Rule, check_rule
 from specjax.autoregressive import plain
 from specjax.loop import Program, Weights, capacity, split
 from specjax.models.chat import messages_of
@@ -42,7 +42,7 @@ def make(
     prompts: Any,
     *,
     drafter: Drafter | None = None,
-    rule: str | None = None,
+    rule: Rule | None = None,
     max_new_tokens: Any = 128,
     seed: int | Sequence[int] = 0,
     n: int = 1,
@@ -57,7 +57,7 @@ def make(
     """Checks a request; None if there is no prompt in it. See `specjax.generate` for the arguments."""
     _check_names(sampling)
     lm = checked("lm", lm)
-    drafter = _drafter(drafter)
+    drafter = _drafter(drafter, lm)
     rule = _rule(rule, drafter)
     n, prefill_chunk = whole("n", n, 1), whole("prefill_chunk", prefill_chunk, 1)
     if prefill_chunk > LONGEST_WINDOW:
@@ -106,12 +106,10 @@ _ALIASES = {  # what other libraries call it
 }  # fmt: skip
 
 
-def _rule(rule: str | None, drafter: Drafter) -> str:
+def _rule(rule: Rule | None, drafter: Drafter) -> Rule:
     if rule is None:
         return drafter.default_rule
-    if not isinstance(rule, str) or rule not in RULES:
-        raise ValueError(f"rule={show(rule)}: choose one of {sorted(RULES)}")
-    return rule
+    return check_rule(rule)
 
 
 def _check_names(given: Mapping[str, Any]) -> None:
@@ -123,13 +121,18 @@ def _check_names(given: Mapping[str, Any]) -> None:
         raise TypeError(f"generate() has no option {name!r}" + (f"; did you mean {near!r}?" if near else ""))
 
 
-def _drafter(drafter: Any) -> Drafter:
+def _drafter(drafter: Any, lm: LanguageModel) -> Drafter:
     if drafter is None:
         return plain()
     if isinstance(drafter, Drafter):
         if drafter.num_draft_tokens > LONGEST_WINDOW:
             count = show(drafter.num_draft_tokens)
             raise ValueError(f"drafter has num_draft_tokens={count}: at most {LONGEST_WINDOW}; 3 to 16 is usual")
+        if drafter.vocab_size not in (None, lm.model.vocab_size):
+            raise ValueError(
+                f"drafter was made for a target of {drafter.vocab_size} tokens and this one has "
+                f"{lm.model.vocab_size}: make one for this model"
+            )
         return drafter
     shown = show(drafter)
     if isinstance(drafter, LanguageModel):

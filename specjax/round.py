@@ -17,9 +17,11 @@ from jax import lax
 
 from specjax import cache as kv
 from specjax import tree
-from specjax.accept import accept, check_proposal
+from specjax.accept import Rule, accept
+from specjax.proposal import check_keys, check_proposal
+from specjax.static import whole
 from specjax.stats import Counts
-from specjax.types import Array, Committed, Drafter, KVCache, Model, Proposal, PyTree, Sampling, Sparse, Text
+from specjax.types import Array, Committed, Drafter, KVCache, Model, Proposal, PyTree, Sampling, Sparse, Text, Window
 from specjax.warp import warp
 
 RUNNING, STOP, LENGTH, CAPACITY, NONFINITE = range(5)
@@ -57,7 +59,8 @@ class Round(NamedTuple):
 def prefill(
     model: Model, params: PyTree, drafter: Drafter, text: Text, keys: Array, *, chunk: int = 64
 ) -> State:
-    """Reads the prompts, all but their last token, in chunks of fixed width; no logits are computed.
+    """Reads the prompts, all but their last token, in chunks of fixed width; logits are computed only for drafters
+    that ask for a window.
 
     Args:
       text: ``lengths == prompt_lengths >= 1``; the token buffer's width S is the capacity of the caches and must be
@@ -66,8 +69,11 @@ def prefill(
       chunk: prompt tokens per forward pass.
 
     Raises:
-      ValueError: capacity not a multiple of chunk; a cache with another number of slots.
+      ValueError: chunk no whole number, or one that does not divide the capacity; keys of another type than threefry;
+        a cache with another number of slots.
     """
+    chunk = whole("chunk", chunk, 1, "; 64 to 512 is usual")
+    check_keys(keys)
     batch, capacity = text.tokens.shape
     if capacity % chunk:
         raise ValueError(f"text holds {capacity} tokens, which chunk={chunk} does not divide")
@@ -86,7 +92,9 @@ def prefill(
         lengths = jnp.minimum(text.prompt_lengths - 1, start + chunk)
         features = jnp.concatenate([previous, out.features[:, :-1]], axis=1)  # token i is predicted by feature i - 1
         count = jnp.clip(text.prompt_lengths - start, 0, chunk)
-        committed = Committed(tokens, features, count, jnp.full(batch, start, jnp.int32))
+        real = jnp.arange(chunk)[None] < count[:, None]
+        window = _window(drafter, tokens, None, real, out.logits)
+        committed = Committed(tokens, features, count, jnp.full(batch, start, jnp.int32), window)
         state = drafter.observe(drafter.params, state, committed)
         return out.cache._replace(lengths=lengths), state, out.features[:, -1:]
 
@@ -95,6 +103,16 @@ def prefill(
     cache, state, _ = lax.fori_loop(0, -(-width // chunk), read, carry)
     counts = Counts.zeros(batch, drafter.num_draft_tokens)
     return State(text, cache, state, keys, jnp.full(batch, RUNNING, jnp.int32), counts)
+
+
+def _window(drafter: Drafter, tokens: Array, parents, valid: Array, logits: Array) -> Window | None:
+    """What the target would say after each row, for a drafter that asks."""
+    if not drafter.window_top:
+        return None
+    top, ids = lax.top_k(logits, drafter.window_top)
+    total = jax.scipy.special.logsumexp(logits, axis=-1, keepdims=True)
+    probs = jnp.exp(top - total)
+    return Window(tokens, parents, valid, Sparse(ids, jnp.where(jnp.isfinite(probs), probs, 0.0)))
 
 
 def _check_cache(cache: KVCache, batch: int, capacity: int) -> None:
@@ -125,7 +143,7 @@ def round(
     model: Model,
     params: PyTree,
     drafter: Drafter,
-    rule: str,
+    rule: Rule,
     state: State,
     sampling: Sampling,
     limits: Limits,
@@ -185,7 +203,7 @@ def _first(proposal: Proposal, nodes: int) -> Proposal:
 
 
 def _verify_accept_commit(
-    model: Model, params: PyTree, drafter: Drafter, rule: str, state: State, proposal: Proposal, sampling: Sampling,
+    model: Model, params: PyTree, drafter: Drafter, rule: Rule, state: State, proposal: Proposal, sampling: Sampling,
     limits: Limits, widest: int, logprobs: bool,
 ) -> tuple[State, Round]:
     """The round after the draft; the result is padded to windows of 1 + ``widest``."""
@@ -219,7 +237,12 @@ def _verify_accept_commit(
     count = jnp.where(state.finish == RUNNING, count, 0)
     finish = jnp.where(state.finish == RUNNING, finish, state.finish)
     features = jnp.take_along_axis(out.features, path[:, :, None], axis=1)
-    drafter_state = drafter.observe(drafter.params, state.drafter, Committed(tokens, features, count, text.lengths))
+    judged = jnp.concatenate([jnp.ones((batch, 1), bool), proposal.valid], axis=1)
+    seen_window = _window(
+        drafter, window, proposal.parents, judged & (state.finish == RUNNING)[:, None], out.logits
+    )
+    committed = Committed(tokens, features, count, text.lengths, seen_window)
+    drafter_state = drafter.observe(drafter.params, state.drafter, committed)
     new_state = State(
         text=text._replace(tokens=_append(text, tokens, count), lengths=text.lengths + count),
         cache=kv.commit(out.cache, None if proposal.parents is None else path, count),

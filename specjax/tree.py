@@ -9,10 +9,27 @@ token is window index 0. None stands for a chain.
 [0, 1, 2, 2, 3]
 """
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
-from specjax.types import Array
+from specjax.static import show, whole
+from specjax.types import Array, Proposal
+
+
+class Dynamic(NamedTuple):
+    """A tree whose shape is chosen in every round, within static sizes.
+
+    Only exact for nodes that are a function of the context (top children): choosing among *drawn* nodes by their own
+    probabilities biases the text.
+    """
+
+    num_nodes: int  # N, nodes that are verified
+    width: int = 4  # children considered below a node, and nodes expanded per level
+    depth: int = 4  # levels
 
 
 def chain(num_nodes: int) -> np.ndarray:
@@ -35,6 +52,61 @@ def kary(*branching: int) -> np.ndarray:
         parents += [node for node in level for _ in range(children)]
         level = list(range(start, len(parents)))
     return np.asarray(parents, np.int32)
+
+
+def comb(levels: int, width: int) -> np.ndarray:
+    """Parents of ``width`` columns: level 0 is a chain along them, and each column goes on downwards, level by level.
+
+    >>> comb(2, 3).tolist()
+    [-1, 0, 1, 0, 1, 2]
+    """
+    levels, width = whole("levels", levels, 1), whole("width", width, 1)
+    return np.concatenate([chain(width), *(np.arange(width) + level * width for level in range(levels - 1))]).astype(
+        np.int32
+    )
+
+
+def choices(paths: Sequence[Sequence[int]]) -> np.ndarray:
+    """Parents of a tree given as in Medusa: each node by the ranks on its way down, ``(0, 2)`` the third child of the
+    first child. Nodes come out sorted by depth, then by path, so that siblings stand in the order of their ranks.
+
+    Raises:
+      ValueError: a path twice, an empty one, or one whose parent or earlier sibling is missing.
+
+    >>> choices([(0,), (0, 0), (1,), (0, 1)]).tolist()
+    [-1, -1, 0, 0]
+    """
+    order = sorted((tuple(int(rank) for rank in path) for path in paths), key=lambda path: (len(path), path))
+    index = {path: node for node, path in enumerate(order)}
+    if len(index) != len(order):
+        raise ValueError(f"choices={show(paths)}: a path is given twice")
+    for path in order:
+        needed = [path[:-1]] if len(path) > 1 else []
+        needed += [(*path[:-1], path[-1] - 1)] if path and path[-1] > 0 else []
+        if not path or min(path) < 0 or any(other not in index for other in needed):
+            raise ValueError(f"choices: {path} needs ranks of 0 or more, its parent and its earlier siblings {needed}")
+    return np.asarray([index.get(path[:-1], -1) for path in order], np.int32)
+
+
+def ranks(parents) -> np.ndarray:
+    """Place of each node among its siblings, 0 for the first. Static parents [N]; None-free.
+
+    >>> ranks([-1, -1, 0, 0, 1]).tolist()
+    [0, 1, 0, 1, 0]
+    """
+    parents = validate(parents)
+    return np.asarray([np.sum(parents[:node] == parents[node]) for node in range(len(parents))], np.int32)
+
+
+def levels(parents) -> list[np.ndarray]:
+    """Node indices of depth 1, 2, .. of static parents [N].
+
+    >>> [level.tolist() for level in levels([-1, -1, 0, 0])]
+    [[0, 1], [2, 3]]
+    """
+    parents = validate(parents)
+    depth = depths(parents, len(parents))[1:]
+    return [np.flatnonzero(depth == d) for d in range(1, int(depth.max(initial=0)) + 1)]
 
 
 def validate(parents) -> np.ndarray:
@@ -85,3 +157,35 @@ def broadcast_parents(parents, batch: int, num_nodes: int) -> Array:
     if parents is None:
         parents = chain(num_nodes)
     return jnp.broadcast_to(jnp.asarray(parents, jnp.int32), (batch, num_nodes))
+
+
+def merge(first: Proposal, second: Proposal) -> Proposal:
+    """Both proposals under one root: a node of the second that repeats a sibling in the first is folded into it, so
+    that its children go on below the one that is kept. Point masses only.
+
+    Raises:
+      ValueError: a proposal with probabilities; merged, they would no longer be given earlier siblings.
+    """
+    if first.probs is not None or second.probs is not None:
+        raise ValueError("merge joins point masses (probs=None): a drawn node has a law given its own siblings only")
+    batch, split = first.tokens.shape
+    size = split + second.tokens.shape[1]
+    tokens = jnp.concatenate([first.tokens, second.tokens], axis=1)
+    below = broadcast_parents(second.parents, batch, size - split)
+    parents = jnp.concatenate(
+        [broadcast_parents(first.parents, batch, split), jnp.where(below < 0, -1, below + split)], axis=1
+    )
+    valid = jnp.concatenate([first.valid, second.valid], axis=1)
+    rows, nodes = jnp.arange(batch), jnp.arange(size, dtype=jnp.int32)
+
+    def fold(node, carry):
+        parents, valid = carry
+        twin = valid & (tokens == tokens[:, node][:, None]) & (parents == parents[:, node][:, None])
+        twin = twin & (nodes[None] < node)
+        other = jnp.min(jnp.where(twin, nodes[None], size), axis=1)
+        doubled = valid[:, node] & (other < size)
+        parents = jnp.where(doubled[:, None] & (parents == node), other[:, None], parents)
+        return parents, valid.at[rows, node].set(valid[:, node] & ~doubled)
+
+    parents, valid = lax.fori_loop(split, size, fold, (parents, valid))
+    return Proposal(tokens, None, parents, valid)

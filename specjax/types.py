@@ -100,6 +100,16 @@ class Acceptance(NamedTuple):
     next_token: Array  # [B] residual or bonus token
 
 
+class Window(NamedTuple):
+    """All that the target read in one pass, rejected nodes too, and what it would have said next: for drafters that
+    learn from it."""
+
+    tokens: Array  # [B, T]
+    parents: Array | None  # [N] or [B, N] node indices as in `Proposal`, -1 is window row 0; None: a chain
+    valid: Array  # [B, T] bool, the row holds a token (not padding, not a row of the batch that has finished)
+    top: Sparse  # [B, T, M] the M likeliest next tokens under softmax(logits), likeliest first
+
+
 class Committed(NamedTuple):
     """What a prefill chunk or a round added to the text, right-padded to a fixed width W."""
 
@@ -107,6 +117,7 @@ class Committed(NamedTuple):
     features: Array  # [B, W, E] target features that predicted each token (zeros for the very first token)
     count: Array  # [B] how many of them are real
     start: Array  # [B] absolute position of the first
+    window: Window | None = None  # if the drafter asked for it, see `Drafter.window_top`
 
 
 class Drafter(NamedTuple):
@@ -127,3 +138,5 @@ class Drafter(NamedTuple):
     context_length: int | None = None  # longest text it can draft for; None: no limit
     widths: tuple[int, ...] = ()  # numbers of nodes below N worth a window of their own, for drafters that often
     #   propose less: a round uses the narrowest window that holds every valid node
+    window_top: int = 0  # M: candidates per row in `Committed.window`; 0: no window is wanted
+    vocab_size: int | None = None  # vocabulary of the target it was made for; None: any

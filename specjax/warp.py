@@ -30,31 +30,44 @@ def warp(
     text: Text | None = None,
     drafted: Array | None = None,
     seen: Array | None = None,
+    ids: Array | None = None,
 ) -> Array:
     """The sampling law of each window row.
 
     Args:
-      logits: [B, T, V], raw.
+      logits: [B, T, V], raw; or [B, T, M] over a reduced vocabulary, see ``ids``.
       sampling: per-row parameters.
       text: prompt and committed tokens, counted by the penalties; None counts only what was drafted.
       drafted: [B, A] drafted tokens that some row is conditioned on.
       seen: [1 or B, T, A] bool, row t is the law after drafted token a.
+      ids: [M] int32, ascending: the token of each column of a reduced vocabulary. Penalties, bias and held-back ends
+        fall on the columns of their tokens. None: column i is token i.
 
     Returns:
-      [B, T, V] float32 probabilities; NaN in rows that have no law.
+      [B, T, V] or [B, T, M] float32 probabilities; NaN in rows that have no law.
     """
     logits = logits.astype(jnp.float32)
     batch, width, _ = logits.shape
     if drafted is None or seen is None:
         drafted, seen = jnp.zeros((batch, 0), jnp.int32), jnp.zeros((1, width, 0), bool)
     seen = jnp.broadcast_to(seen, (batch, width, drafted.shape[1]))
-    logits = _penalise(logits, sampling, text, drafted, seen)
-    logits = _bias(logits, sampling)
-    logits = _hold_back_eos(logits, sampling, text, seen)
+    logits = _penalise(logits, sampling, text, drafted, seen, ids)
+    logits = _bias(logits, sampling, ids)
+    logits = _hold_back_eos(logits, sampling, text, seen, ids)
     return _law(logits, sampling)
 
 
-def _penalise(logits: Array, sampling: Sampling, text: Text | None, drafted: Array, seen: Array) -> Array:
+def _columns(tokens: Array, width: int, ids: Array | None) -> Array:
+    """The columns of ``tokens``, any shape; ``width``, which is dropped, for a token that has none."""
+    if ids is None:
+        return jnp.where((tokens >= 0) & (tokens < width), tokens, width)
+    place = jnp.minimum(jnp.searchsorted(ids, tokens).astype(jnp.int32), width - 1)
+    return jnp.where(ids[place] == tokens, place, width)
+
+
+def _penalise(
+    logits: Array, sampling: Sampling, text: Text | None, drafted: Array, seen: Array, ids: Array | None
+) -> Array:
     repetition, presence, frequency = (
         value[:, None, None]
         for value in (sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty)
@@ -70,32 +83,37 @@ def _penalise(logits: Array, sampling: Sampling, text: Text | None, drafted: Arr
         counts = jnp.zeros((batch, vocab), jnp.int32)
         if text is not None:
             real = jnp.arange(text.tokens.shape[1])[None] < text.lengths[:, None]
-            counts = counts.at[rows, jnp.where(real, text.tokens, vocab)].add(1, mode="drop")
+            counts = counts.at[rows, jnp.where(real, _columns(text.tokens, vocab, ids), vocab)].add(1, mode="drop")
         penalised = penalty(logits, counts[:, None, :])
         # Drafted ancestors change the count of a few ids per row: rewrite those entries only.
         same = (drafted[:, :, None] == drafted[:, None, :]).astype(jnp.int32)
         extra = jnp.einsum("bta,bac->btc", seen.astype(jnp.int32), same)
-        ids = jnp.broadcast_to(drafted[:, None, :], seen.shape)
+        column = _columns(drafted, vocab, ids)
+        inside = jnp.minimum(column, vocab - 1)
         entries = penalty(
-            jnp.take_along_axis(logits, ids, axis=2), jnp.take_along_axis(counts, drafted, axis=1)[:, None, :] + extra
+            jnp.take_along_axis(logits, jnp.broadcast_to(inside[:, None, :], seen.shape), axis=2),
+            jnp.take_along_axis(counts, inside, axis=1)[:, None, :] + extra,
         )
-        where = jnp.where(seen, ids, vocab)
+        where = jnp.where(seen, column[:, None, :], vocab)
         return penalised.at[rows[:, :, None], jnp.arange(width)[None, :, None], where].set(entries, mode="drop")
 
     wanted = jnp.any(repetition != 1) | jnp.any(presence != 0) | jnp.any(frequency != 0)
     return lax.cond(wanted, apply, lambda x: x, logits)
 
 
-def _bias(logits: Array, sampling: Sampling) -> Array:
+def _bias(logits: Array, sampling: Sampling, ids: Array | None) -> Array:
     rows = jnp.arange(logits.shape[0])[:, None]
 
     def apply(logits):
-        return logits.at[rows, :, sampling.bias_ids].add(sampling.bias[:, :, None], mode="drop")
+        columns = _columns(sampling.bias_ids, logits.shape[-1], ids)
+        return logits.at[rows, :, columns].add(sampling.bias[:, :, None], mode="drop")
 
     return lax.cond(jnp.any(sampling.bias != 0), apply, lambda x: x, logits)
 
 
-def _hold_back_eos(logits: Array, sampling: Sampling, text: Text | None, seen: Array) -> Array:
+def _hold_back_eos(
+    logits: Array, sampling: Sampling, text: Text | None, seen: Array, ids: Array | None
+) -> Array:
     emitted = jnp.sum(seen, axis=-1, dtype=jnp.int32)
     if text is not None:
         emitted = emitted + (text.lengths - text.prompt_lengths)[:, None]
@@ -103,9 +121,10 @@ def _hold_back_eos(logits: Array, sampling: Sampling, text: Text | None, seen: A
 
     def apply(logits):
         vocab = logits.shape[-1]
-        ids = jnp.where(early[:, :, None] & (sampling.eos_ids >= 0)[None, None], sampling.eos_ids[None, None], vocab)
+        ends = _columns(sampling.eos_ids, vocab, ids)  # padding is -1, no token
+        where = jnp.where(early[:, :, None], ends[None, None], vocab)
         rows, columns = jnp.arange(logits.shape[0])[:, None, None], jnp.arange(logits.shape[1])[None, :, None]
-        return logits.at[rows, columns, ids].set(-jnp.inf, mode="drop")
+        return logits.at[rows, columns, where].set(-jnp.inf, mode="drop")
 
     return lax.cond(jnp.any(early), apply, lambda x: x, logits)
 

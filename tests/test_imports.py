@@ -13,8 +13,9 @@ LAYERS = {  # module: the modules of specjax it may import
     "noise": {"types", "static"},
     "tree": {"types", "static"},
     "warp": {"types", "static", "noise", "tree"},
-    "accept": {"types", "static", "noise", "tree", "warp", "cache"},
-    "round": {"types", "static", "noise", "tree", "warp", "cache", "accept", "stats"},
+    "proposal": {"types", "static", "tree"},
+    "accept": {"types", "static", "noise", "tree", "warp", "cache", "proposal"},
+    "round": {"types", "static", "noise", "tree", "warp", "cache", "proposal", "accept", "stats"},
 }
 DRAFTERS = {"types", "static", "noise", "warp", "tree", "cache", "models", "drafters"}
 ABOVE = {"__init__.py"}  # besides scripts, only the front page may import generate

@@ -69,6 +69,7 @@ def model(
         num_draft_tokens=num_draft_tokens,
         default_rule="match" if coupled else "rejection",
         context_length=context,
+        vocab_size=target.model.vocab_size,
     )
 
 
