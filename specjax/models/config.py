@@ -66,6 +66,7 @@ class LlamaConfig:
     tie_embeddings: bool = False
     attention_bias: bool = False
     mlp_bias: bool = False
+    qk_norm: bool = False  # an RMS norm over every head's query and key, before rope (Qwen 3)
     bos_id: int | None = None
     eos_ids: tuple[int, ...] = ()
     pad_id: int | None = None

@@ -9,6 +9,7 @@ import numpy as np
 
 from specjax.models import chat
 from specjax.models.config import LlamaConfig, RopeScaling
+from specjax.static import show
 
 HUB_FILES = [  # what `load` reads, and nothing else is downloaded
     "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja",
@@ -94,8 +95,10 @@ def config_of_directory(path: pathlib.Path) -> LlamaConfig:
     file = path / "config.json"
     settings = read_json(file)
     generation = path / "generation_config.json"
-    eos = read_json(generation).get("eos_token_id") if generation.exists() else None
-    return parse_config(settings if eos is None else settings | {"eos_token_id": eos}, source=str(file))
+    defaults = read_json(generation) if generation.exists() else {}
+    eos = list(_ids(defaults, "eos_token_id", str(generation)))
+    given = defaults.get("eos_token_id") is not None
+    return parse_config(settings | {"eos_token_id": eos} if given else settings, source=str(file))
 
 
 # --- config.json -------------------------------------------------------------------------------------------------
@@ -107,9 +110,11 @@ _SIZES = {  # ours: theirs; none of these has a default, a config without one is
     "num_layers": "num_hidden_layers",
     "num_heads": "num_attention_heads",
 }
+_SUPPORTED = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+_FLAGS = {"tie_embeddings": "tie_word_embeddings", "attention_bias": "attention_bias", "mlp_bias": "mlp_bias"}
 _READ = {
-    *_SIZES.values(), "architectures", "model_type", "num_key_value_heads", "head_dim", "rms_norm_eps", "rope_theta",
-    "rope_scaling", "rope_parameters", "max_position_embeddings", "tie_word_embeddings", "attention_bias", "mlp_bias",
+    *_SIZES.values(), *_FLAGS.values(), "architectures", "model_type", "num_key_value_heads", "head_dim", "rms_norm_eps", "rope_theta",
+    "rope_scaling", "rope_parameters", "max_position_embeddings",
     "bos_token_id", "eos_token_id", "pad_token_id",
 }
 # Keys that select other mathematics, with the values that leave ours alone (None always does).
@@ -149,40 +154,68 @@ def parse_config(settings: dict[str, Any], source: str = "config.json") -> Llama
     Raises:
       ValueError: naming the architecture, or the key and its value.
     """
+    family = _family(settings, source)
     _refuse(settings, source)
-    sizes = {}
-    for ours, theirs in _SIZES.items():
-        if settings.get(theirs) is None:
-            raise ValueError(f"{source}: {theirs} is missing")
-        sizes[ours] = settings[theirs]
+    sizes = {ours: _whole(settings, theirs, source) for ours, theirs in _SIZES.items()}
     theta, scaling = _rope(settings, source)
-    eos = settings.get("eos_token_id")
-    eos = () if eos is None else tuple(eos) if isinstance(eos, list) else (eos,)
-    bos = settings.get("bos_token_id")
+    bos, pad = _ids(settings, "bos_token_id", source), _ids(settings, "pad_token_id", source, -1)
+    flags = {ours: _flag(settings, theirs, source) for ours, theirs in _FLAGS.items()}
     # Missing keys have the defaults of Transformers' LlamaConfig.
-    return LlamaConfig(
-        **sizes,
-        num_kv_heads=settings.get("num_key_value_heads") or sizes["num_heads"],
-        head_dim=settings.get("head_dim") or 0,
-        rms_eps=settings.get("rms_norm_eps", 1e-6),
-        rope_theta=theta,
-        rope_scaling=scaling,
-        max_position_embeddings=settings.get("max_position_embeddings", 2048),
-        tie_embeddings=bool(settings.get("tie_word_embeddings", False)),
-        attention_bias=bool(settings.get("attention_bias", False)),
-        mlp_bias=bool(settings.get("mlp_bias", False)),
-        bos_id=bos[0] if isinstance(bos, list) else bos,
-        eos_ids=eos,
-        pad_id=settings.get("pad_token_id"),
-    )
+    try:
+        return LlamaConfig(
+            **sizes,
+            num_kv_heads=_whole(settings, "num_key_value_heads", source, sizes["num_heads"]),
+            head_dim=_whole(settings, "head_dim", source, 0),
+            rms_eps=_positive(settings.get("rms_norm_eps", 1e-6), "rms_norm_eps", source),
+            rope_theta=theta,
+            rope_scaling=scaling,
+            max_position_embeddings=_whole({"max_position_embeddings": 2048} | settings, "max_position_embeddings",
+                                           source),
+            bos_id=bos[0] if bos else None,
+            eos_ids=_ids(settings, "eos_token_id", source),
+            pad_id=pad[0] if pad and pad[0] >= 0 else None,  # old files write "no padding" as -1
+            **flags,
+        )
+    except ValueError as error:
+        raise error if source in str(error) else ValueError(f"{source}: {error}") from None
+
+
+def _whole(settings: dict[str, Any], key: str, source: str, default: int | None = None) -> int:
+    """A positive whole number; ``default`` where the key is absent or null, if there is one."""
+    value = settings.get(key)
+    if value is None and default is not None:
+        return default
+    if key not in settings or (value is None and key in _SIZES.values()):
+        raise ValueError(f"{source}: {key} is missing")
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < 2**31:
+        raise ValueError(f"{source}: {key} = {show(value)}: must be a whole number, 1 or more")
+    return value
+
+
+def _positive(value: Any, key: str, source: str) -> float:
+    """A finite number over 0."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < 1e30:
+        raise ValueError(f"{source}: {key} = {show(value)}: must be a finite number over 0")
+    return value
+
+
+def _flag(settings: dict[str, Any], key: str, source: str) -> bool:
+    value = settings.get(key)
+    if value is not None and not isinstance(value, bool):  # bool("false") is True
+        raise ValueError(f"{source}: {key} = {show(value)}: must be true or false")
+    return bool(value)
+
+
+def _ids(settings: dict[str, Any], key: str, source: str, lowest: int = 0) -> tuple[int, ...]:
+    """Token ids from null, a number or a list of numbers."""
+    value = settings.get(key)
+    ids = [] if value is None else value if isinstance(value, list) else [value]
+    if any(isinstance(token, bool) or not isinstance(token, int) or not lowest <= token < 2**31 for token in ids):
+        raise ValueError(f"{source}: {key} = {show(value)}: must be a token id, a list of them, or null")
+    return tuple(ids)
 
 
 def _refuse(settings: dict[str, Any], source: str) -> None:
-    architectures = settings.get("architectures") or [settings.get("model_type")]
-    if architectures[0] not in ("LlamaForCausalLM", "llama"):
-        raise ValueError(f"{source}: architecture {architectures[0]!r} is not supported; supported: 'LlamaForCausalLM'")
-    if settings.get("model_type", "llama") != "llama":
-        raise ValueError(f"{source}: model_type {settings['model_type']!r} is not supported; supported: 'llama'")
     for key, value in settings.items():
         if value is None or key in _READ:
             continue
@@ -191,7 +224,7 @@ def _refuse(settings: dict[str, Any], source: str) -> None:
                 raise ValueError(f"{source}: {key} = {value!r} is not supported")
         elif key == "sliding_window" and settings.get("use_sliding_window") is False:
             continue  # Qwen's spelling of "none"
-        elif key == "layer_types" and set(value) <= {"full_attention"}:
+        elif key == "layer_types" and isinstance(value, list) and all(item == "full_attention" for item in value):
             continue
         elif value and not _HARMLESS.fullmatch(key):
             raise ValueError(f"{source}: {key} = {value!r} is not supported: it is unknown and may change the model "
@@ -208,6 +241,9 @@ _ROPE_KEYS = {
 def _rope(settings: dict[str, Any], source: str) -> tuple[float, RopeScaling]:
     """Base and scaling from ``rope_parameters`` (Transformers 5) or ``rope_theta`` with ``rope_scaling`` (before)."""
     new, old = settings.get("rope_parameters"), settings.get("rope_scaling")
+    for name, value in (("rope_parameters", new), ("rope_scaling", old)):
+        if value is not None and not isinstance(value, dict):
+            raise ValueError(f"{source}: {name} = {show(value)}: must be an object, or null")
     if new and old and new != old:
         raise ValueError(f"{source}: rope_parameters = {new} and rope_scaling = {old} contradict each other")
     key = "rope_parameters" if new else "rope_scaling"
@@ -217,7 +253,10 @@ def _rope(settings: dict[str, Any], source: str) -> tuple[float, RopeScaling]:
         raise ValueError(f"{source}: rope_theta is {outer} and, in {key}, {inner}")
     theta = inner if inner is not None else outer if outer is not None else 10000.0
 
-    kinds = {rope.pop(name) for name in ("rope_type", "type") if name in rope}  # "type" is the oldest spelling
+    named = [rope.pop(name) for name in ("rope_type", "type") if name in rope]  # "type" is the oldest spelling
+    if not all(isinstance(name, str) for name in named):
+        raise ValueError(f"{source}: {key} has rope type {show(named[0])}: must be a string")
+    kinds = set(named)
     if len(kinds) > 1:
         raise ValueError(f"{source}: {key} has two rope types, {' and '.join(sorted(map(repr, kinds)))}")
     kind = kinds.pop() if kinds else "default" if not rope else None
@@ -230,7 +269,12 @@ def _rope(settings: dict[str, Any], source: str) -> tuple[float, RopeScaling]:
             raise ValueError(f"{source}: {key}.{name} = {value!r} is not supported for rope type {kind!r}")
     if lacking := sorted(_ROPE_KEYS[kind] - {name for name, value in rope.items() if value is not None}):
         raise ValueError(f"{source}: {key} of rope type {kind!r} lacks {', '.join(lacking)}")
-    return float(theta), RopeScaling(kind=kind, **{name: rope[name] for name in _ROPE_KEYS[kind]})
+    where = "rope_theta" if inner is None else f"{key}.rope_theta"
+    numbers: dict[str, Any] = {name: _positive(rope[name], f"{key}.{name}", source) for name in _ROPE_KEYS[kind]}
+    try:
+        return float(_positive(theta, where, source)), RopeScaling(kind=kind, **numbers)
+    except ValueError as error:
+        raise error if source in str(error) else ValueError(f"{source}: {error}") from None
 
 
 # --- the hub -----------------------------------------------------------------------------------------------------

@@ -50,45 +50,61 @@ def linear(x: Array, weight: nnx.Param, bias: nnx.Param | None = None) -> Array:
 
 
 def rms_norm(x: Array, scale: nnx.Param, eps: float) -> Array:
-    """x / rms(x) * scale over the last axis of x [B, T, E], in float32."""
-    return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps) * _row(scale)
+    """x / rms(x) * scale over the last axis of x [.., E], in float32."""
+    return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps) * _row(scale, x.ndim)
 
 
-def _row(param: nnx.Param) -> Array:
-    return param[...].astype(jnp.float32)[None, None]
+def _row(param: nnx.Param, ndim: int = 3) -> Array:
+    return param[...].astype(jnp.float32).reshape((1,) * (ndim - 1) + (-1,))
 
 
 class Layer(nnx.Module):
     """Attention and a gated MLP, each behind a norm and added to the residual stream."""
 
     def __init__(self, weights: dict[str, Array]):
-        def bias(name):
+        def maybe(name):
             return nnx.Param(weights[name]) if name in weights else None
 
         self.input_norm, self.post_norm = nnx.Param(weights["input_norm"]), nnx.Param(weights["post_norm"])
-        self.qkv, self.qkv_bias = nnx.Param(weights["qkv"]), bias("qkv_bias")
-        self.o, self.o_bias = nnx.Param(weights["o"]), bias("o_bias")
-        self.gate_up, self.gate_up_bias = nnx.Param(weights["gate_up"]), bias("gate_up_bias")
-        self.down, self.down_bias = nnx.Param(weights["down"]), bias("down_bias")
+        self.qkv, self.qkv_bias = nnx.Param(weights["qkv"]), maybe("qkv_bias")
+        self.q_norm, self.k_norm = maybe("q_norm"), maybe("k_norm")
+        self.o, self.o_bias = nnx.Param(weights["o"]), maybe("o_bias")
+        self.gate_up, self.gate_up_bias = nnx.Param(weights["gate_up"]), maybe("gate_up_bias")
+        self.down, self.down_bias = nnx.Param(weights["down"]), maybe("down_bias")
 
     def __call__(self, x: Array, k: Any, v: Any, lengths: Array | None, window: "Window"):
         """x [B, T, E] and this layer's cache k, v [B, H, S, D] (or all layers', or None) -> the same three."""
-        config, (batch, width, _) = window.config, x.shape
-        heads, kv_heads = config.num_heads, config.num_kv_heads
-        y = linear(rms_norm(x, self.input_norm, config.rms_eps), self.qkv, self.qkv_bias)
-        y = y.reshape(batch, width, heads + 2 * kv_heads, config.head_dim)
-        q, k_new, v_new = jnp.split(y, [heads, heads + kv_heads], axis=2)
-        k_new = rotate(k_new, window.cos_sin)
+        y, k, v = self.attention(rms_norm(x, self.input_norm, window.config.rms_eps), k, v, lengths, window)
+        x = x + y
+        return x + self.mlp(rms_norm(x, self.post_norm, window.config.rms_eps)), k, v
+
+    def attention(self, y: Array, k: Any, v: Any, lengths: Array | None, window: "Window"):
+        """What attention adds to the stream: y [B, T, in], already normed, -> ([B, T, E], k, v)."""
+        config, (batch, width, _) = window.config, y.shape
+        q, k_new, v_new = self.heads(y, window)
         if lengths is None:
-            k_here, v_here = (y.swapaxes(1, 2).astype(self.qkv.dtype) for y in (k_new, v_new))
+            k_here, v_here = (new.swapaxes(1, 2).astype(self.qkv.dtype) for new in (k_new, v_new))
         else:
             k, v = kv.write(k, k_new, lengths, window.layer), kv.write(v, v_new, lengths, window.layer)
             k_here, v_here = (k, v) if window.layer is None else (k[window.layer], v[window.layer])
-        y = attend(rotate(q, window.cos_sin), k_here, v_here, window.slots)
-        x = x + linear(y.reshape(batch, width, config.q_size), self.o, self.o_bias)
-        y = linear(rms_norm(x, self.post_norm, config.rms_eps), self.gate_up, self.gate_up_bias)
-        gate, up = jnp.split(y, 2, axis=-1)
-        return x + linear(jax.nn.silu(gate) * up, self.down, self.down_bias), k, v
+        y = attend(q, k_here, v_here, window.slots)
+        return linear(y.reshape(batch, width, config.q_size), self.o, self.o_bias), k, v
+
+    def heads(self, y: Array, window: "Window") -> tuple[Array, Array, Array]:
+        """y [B, T, in] -> queries [B, T, Hq, D], keys and values [B, T, H, D]; the first two turned to the window's
+        positions, after a norm of their own if the model has one."""
+        config, (batch, width, _) = window.config, y.shape
+        y = linear(y, self.qkv, self.qkv_bias)
+        y = y.reshape(batch, width, config.num_heads + 2 * config.num_kv_heads, config.head_dim)
+        q, k, v = jnp.split(y, [config.num_heads, config.num_heads + config.num_kv_heads], axis=2)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = rms_norm(q, self.q_norm, config.rms_eps), rms_norm(k, self.k_norm, config.rms_eps)
+        return rotate(q, window.cos_sin), rotate(k, window.cos_sin), v
+
+    def mlp(self, y: Array) -> Array:
+        """What the gated MLP adds to the stream: y [B, T, E], already normed, -> [B, T, E]."""
+        gate, up = jnp.split(linear(y, self.gate_up, self.gate_up_bias), 2, axis=-1)
+        return linear(jax.nn.silu(gate) * up, self.down, self.down_bias)
 
 
 class Window(NamedTuple):

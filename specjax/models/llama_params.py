@@ -8,6 +8,7 @@ Hugging Face tensors (i counts layers) to the tree; matrices are ``[out, in]`` t
     layers/i/input_norm      [hidden]                      model.layers.i.input_layernorm.weight
     layers/i/qkv             [hidden, (Hq + 2 Hkv) D]      model.layers.i.self_attn.{q,k,v}_proj.weight, side by side
     layers/i/qkv_bias        [(Hq + 2 Hkv) D]              model.layers.i.self_attn.{q,k,v}_proj.bias (attention_bias)
+    layers/i/{q,k}_norm      [D]                           model.layers.i.self_attn.{q,k}_norm.weight (qk_norm)
     layers/i/o               [Hq D, hidden]                model.layers.i.self_attn.o_proj.weight
     layers/i/o_bias          [hidden]                      model.layers.i.self_attn.o_proj.bias (attention_bias)
     layers/i/post_norm       [hidden]                      model.layers.i.post_attention_layernorm.weight
@@ -66,6 +67,9 @@ def _layer_sources(config: LlamaConfig, index: int) -> dict[str, Source]:
     if config.attention_bias:
         sources["qkv_bias"] = source([f"{name}.bias" for name in qkv], [q, kv, kv])
         sources["o_bias"] = source(["self_attn.o_proj.bias"], [e])
+    if config.qk_norm:
+        sources["q_norm"] = source(["self_attn.q_norm.weight"], [config.head_dim])
+        sources["k_norm"] = source(["self_attn.k_norm.weight"], [config.head_dim])
     if config.mlp_bias:
         sources["gate_up_bias"] = source([f"{name}.bias" for name in gate_up], [f, f])
         sources["down_bias"] = source(["mlp.down_proj.bias"], [e])

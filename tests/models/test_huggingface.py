@@ -116,12 +116,29 @@ def test_end_tokens_of_the_generation_config_win(tmp_path):
 
 @pytest.mark.parametrize(
     ("architecture", "model_type"),
-    [("Qwen2ForCausalLM", "qwen2"), ("Qwen3ForCausalLM", "qwen3"), ("Gemma2ForCausalLM", "gemma2"),
+    [("Qwen2ForCausalLM", "qwen2"), ("Qwen3MoeForCausalLM", "qwen3_moe"), ("Gemma2ForCausalLM", "gemma2"),
      ("Gemma3ForCausalLM", "gemma3_text"), ("MistralForCausalLM", "mistral"), ("LlamaModel", "llama")],
 )
 def test_other_architectures_are_refused_by_name(architecture, model_type):
     with pytest.raises(ValueError, match=f"architecture '{architecture}'"):
         config(architectures=[architecture], model_type=model_type)
+
+
+def test_qwen3_is_a_llama_with_norms_of_queries_and_keys():
+    qwen = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
+    assert config(**qwen).qk_norm and not config().qk_norm
+    assert config(**qwen, attention_bias=True).attention_bias and not config(**qwen).attention_bias
+    assert config(**qwen, sliding_window=4096, use_sliding_window=False) == config(**qwen)
+    with pytest.raises(ValueError, match="use_sliding_window = True is not supported"):
+        config(**qwen, use_sliding_window=True)
+    with pytest.raises(ValueError, match="sliding_window = 4096"):
+        config(**qwen, sliding_window=4096)
+    with pytest.raises(ValueError, match="layer_types"):
+        config(**qwen, layer_types=["full_attention", "sliding_attention"])
+    with pytest.raises(ValueError, match="head_dim or num_key_value_heads is missing"):
+        config(**qwen, head_dim=None)
+    with pytest.raises(ValueError, match="'qwen3' and architecture 'LlamaForCausalLM' contradict"):
+        config(model_type="qwen3")
 
 
 def test_a_config_without_architectures_goes_by_its_model_type():
@@ -165,6 +182,48 @@ def test_keys_that_are_off_or_harmless_pass():
 def test_biases_and_ties_are_read():
     got = config(attention_bias=True, mlp_bias=True, tie_word_embeddings=True)
     assert (got.attention_bias, got.mlp_bias, got.tie_embeddings) == (True, True, True)
+
+
+WHOLE = [*huggingface._SIZES.values(), "num_key_value_heads", "head_dim", "max_position_embeddings"]
+ODD = ["64", True, False, 0, -1, 2.5, [64], {}, 2**31, 10**400, float("nan")]
+ODD_VALUES = [
+    *((key, value) for key in WHOLE for value in ODD),
+    *((key, value) for key in ("rms_norm_eps", "rope_theta") for value in
+      ["1e-5", True, 0, -1.0, [1], {}, float("nan"), float("inf"), 10**400]),
+    ("rms_norm_eps", None), ("max_position_embeddings", None), ("vocab_size", None),
+    *((key, value) for key in ("tie_word_embeddings", "attention_bias", "mlp_bias") for value in ("false", 0, 1, [])),
+    *((f"{key}_token_id", value) for key in ("bos", "eos", "pad") for value in
+      ("2", True, -2, 2.0, [True], ["2"], [[2]], {})),
+    ("architectures", "LlamaForCausalLM"), ("architectures", [5]), ("architectures", {"a": 1}), ("model_type", 5),
+    ("model_type", ["llama"]), ("layer_types", 5), ("layer_types", [["full_attention"]]), ("layer_types", "full"),
+    *(("rope_scaling", value) for value in ("linear", 2, [1], True, {"type": 5}, {"type": ["linear"]})),
+    *(("rope_scaling", {"rope_type": "linear", "factor": value}) for value in ("2", True, 0, -1, [2], float("nan"))),
+    *(("rope_scaling", {"rope_type": "llama3", **LLAMA3, key: value}) for key in LLAMA3 for value in ("2", True, 0)),
+    ("num_attention_heads", 3), ("hidden_act", ["silu"]), ("hidden_act", 5),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("key", "value"), ODD_VALUES, ids=[f"{k}-{i}" for i, (k, _) in enumerate(ODD_VALUES)])
+def test_a_value_that_cannot_be_meant_is_refused_with_file_and_key(key, value):
+    names = {"num_attention_heads": "num_(attention_)?heads", "architectures": "architectures?"}
+    with pytest.raises(ValueError, match=rf"(?s)^a/config\.json: .*{names.get(key, key)}") as caught:
+        parse_config(without_rope(key) | {key: value}, source="a/config.json")
+    assert len(str(caught.value)) < 300
+
+
+def without_rope(key):
+    return {name: entry for name, entry in tiny.CONFIG.items() if not (key.startswith("rope") and "rope" in name)}
+
+
+def test_end_tokens_of_a_generation_config_are_checked_under_its_own_name(tmp_path):
+    tiny.write_directory(tmp_path)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": "2"}))
+    with pytest.raises(ValueError, match=r"generation_config\.json: eos_token_id = '2'"):
+        huggingface.config_of_directory(tmp_path)
+
+
+def test_padding_written_as_minus_one_is_none():
+    assert config(pad_token_id=-1).pad_id is None and config(pad_token_id=0).pad_id == 0
 
 
 def test_broken_json_is_named(tmp_path):

@@ -24,6 +24,7 @@ CONFIGS = {
     "every head its own": dataclasses.replace(BASE, num_kv_heads=4, rms_eps=1e-2),
     "one kv head, tied": dataclasses.replace(BASE, num_kv_heads=1, tie_embeddings=True),
     "biases": dataclasses.replace(BASE, attention_bias=True, mlp_bias=True),
+    "norms of queries and keys": dataclasses.replace(BASE, qk_norm=True),
     "explicit head_dim": dataclasses.replace(BASE, hidden_size=20, head_dim=8, rope_theta=500.0),
     "indivisible hidden size": dataclasses.replace(BASE, hidden_size=21, head_dim=6),
     "linear rope": dataclasses.replace(BASE, rope_scaling=RopeScaling("linear", 4.0)),
@@ -91,6 +92,8 @@ def oracle(weights, config, tokens, positions=None, visible=None, cast=np.float6
         q, k, v = (
             linear(y, f"{at}.self_attn.{name}_proj").reshape(count, -1, config.head_dim) for name in ("q", "k", "v")
         )
+        if config.qk_norm:
+            q, k = (norm(x, f"{at}.self_attn.{name}_norm.weight") for x, name in ((q, "q"), (k, "k")))
         q, k = oracle_rotate(q, positions, config), oracle_rotate(k, positions, config)
         mixed = np.zeros_like(q)
         for head in range(config.num_heads):

@@ -288,7 +288,7 @@ def test_unknown_options_are_refused(tmp_path):
 
 # --- the reference ---------------------------------------------------------------------------------------------------
 
-REFERENCE_MODELS = ["llama3_rope_scaled", "llama_tied_sharded"]
+REFERENCE_MODELS = ["llama3_rope_scaled", "llama_tied_sharded", "qwen3_qknorm"]
 
 
 def greedy(lm, prompts, steps):
