@@ -7,12 +7,15 @@ every round moves the pending token, so no draw that helped to cut a block is ev
 """
 
 import enum
+import numbers
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from specjax.static import show, whole
 from specjax.types import Array
 
 BLOCK = 128  # token ids per block of target noise: a shard of the vocabulary makes only its own blocks
@@ -28,8 +31,30 @@ class Role(enum.IntEnum):
 
 
 def row_keys(seeds) -> Array:
-    """Keys [B] of rows with the given integer seeds [B], 0 <= seed < 2**32."""
-    return jax.vmap(jax.random.key)(jnp.asarray(np.asarray(seeds, np.uint32)))
+    """Keys [B] of rows with the given integer seeds [B], 0 <= seed < 2**32.
+
+    Raises:
+      ValueError: anything else than a list or an array [B] of such numbers; names the first that is not.
+    """
+    return jax.vmap(jax.random.key)(jnp.asarray(_checked(seeds)))
+
+
+def _checked(seeds: Any) -> np.ndarray:
+    if isinstance(seeds, (str, bytes)) or not hasattr(seeds, "__iter__") or getattr(seeds, "ndim", None) == 0:
+        number = isinstance(seeds, numbers.Integral) or getattr(seeds, "ndim", None) == 0
+        remedy = f"one whole number per row, here [{show(seeds)}]" if number else "one whole number per row"
+        raise ValueError(f"seeds={show(seeds)}: give a list, {remedy}")
+    kind = getattr(getattr(seeds, "dtype", None), "kind", "")
+    if kind in ("i", "u") and seeds.ndim == 1:
+        values = np.asarray(seeds)
+        wrong = np.flatnonzero((values < 0) | (values.astype(np.uint64) >= 2**32))[:1]
+    else:
+        values = list(seeds)
+        values = [whole(f"seeds[{row}]", value, 0, ", below 2**32") for row, value in enumerate(values)]
+        wrong = [row for row, value in enumerate(values) if value >= 2**32][:1]
+    for row in wrong:
+        raise ValueError(f"seeds[{row}]={show(values[row])}: must be a whole number, 0 or more, below 2**32")
+    return np.asarray(values, np.uint32)
 
 
 def at(keys: Array, role: Role, positions: Array) -> Array:

@@ -56,7 +56,8 @@ def rows(name: str, value: Any, batch: int) -> np.ndarray:
         raise ValueError(f"{name}={show(value)}: give one value, or one per prompt") from None
     if given.ndim > 1 or (given.ndim == 1 and given.shape[0] != batch):
         raise ValueError(f"{name} has shape {given.shape} for {batch} prompts: give one value, or one per prompt")
-    if given.dtype.kind not in "iuf":
+    booleans = isinstance(value, list) and any(isinstance(item, (bool, np.bool_)) for item in value)
+    if given.dtype.kind not in "iuf" or booleans:  # numpy reads [0.5, True] as [0.5, 1.0]
         reason = "too large a number; it must be finite and " if is_int(value) else "give a number, or one per prompt; "
         raise ValueError(f"{name}={show(value)}: {reason}{rule}")
     for row, number in enumerate(given.reshape(-1).tolist()):

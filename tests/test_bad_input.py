@@ -11,7 +11,7 @@ import specjax
 from specjax import drafters, load, loop
 from specjax.models import chat
 from specjax.static import whole
-from tests.small import PROMPTS, V, run, target
+from tests.small import PROMPTS, V, padded, run, target
 
 HUGE = 10**400
 CHAT = target()._replace(chat_template="{{ messages[0].content }}")
@@ -40,6 +40,60 @@ def test_counts_are_whole_numbers(value):
             with pytest.raises(ValueError, match=rf"^{name}=.*whole number, [01] or more") as caught:
                 call()
             assert len(str(caught.value)) < 200
+
+
+@pytest.mark.parametrize("value", NOT_COUNTS, ids=lambda value: f"{type(value).__name__} {value}"[:20])
+def test_a_prefill_chunk_is_a_whole_number(value):
+    """specjax.prefill, for people who build their own loop."""
+    lm, text = target(), padded([[1, 2]])
+    with pytest.raises(ValueError, match=r"^chunk=.*whole number, 1 or more"):
+        specjax.prefill(lm.model, lm.params, specjax.plain(), text, specjax.row_keys([0]), chunk=value)
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        (jax.random.split(jax.random.key(0, impl="rbg"), 1), r"key<rbg>.*threefry"),
+        (jnp.zeros((1, 2), jnp.uint32), r"dtype uint32.*threefry"),
+        ([0], r"keys is a list.*row_keys"),
+        (None, r"keys is a NoneType.*row_keys"),
+    ],
+    ids=["rbg", "raw", "list", "None"],
+)
+def test_prefill_takes_the_keys_that_rounds_take(keys, message):
+    """Said before the first chunk is read, not by the first round."""
+    lm = target()
+    with pytest.raises(ValueError, match=message):
+        specjax.prefill(lm.model, lm.params, specjax.plain(), padded([[1, 2]]), keys)
+
+
+SEEDS = [
+    (3, r"^seeds=3: give a list.*\[3\]"), (np.int64(3), r"^seeds=.*3.*give a list"), (jnp.int32(3), r"^seeds=.*list"),
+    (None, r"^seeds=None: give a list"), ("12", r"^seeds='12': give a list"), (1.5, r"^seeds=1\.5: give a list"),
+    ([1, -1], r"^seeds\[1\]=-1: must be"), ([1.0], r"^seeds\[0\]=1\.0: must be"),
+    ([2**32], r"^seeds\[0\]=4294967296: .*below 2\*\*32"), ([True], r"^seeds\[0\]=True: must be"),
+    ([0, HUGE], r"^seeds\[1\]=1000.*below"), (np.array([0, -7]), r"^seeds\[1\]=.*-7.*must be"),
+    (np.array([0.5]), r"^seeds\[0\]=.*0\.5.*must be"), (np.array([2**40]), r"^seeds\[0\]=.*1099511627776.*below"),
+    ([[1, 2]], r"^seeds\[0\]=\[1, 2\]: must be"), (np.array([[1, 2]]), r"^seeds\[0\]=.*must be"),
+    (np.array([True]), r"^seeds\[0\]=.*True.*must be"),
+    (jax.random.split(jax.random.key(0)), r"(?s)^seeds\[0\]=.*must be"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("seeds, message", SEEDS, ids=range(len(SEEDS)))
+def test_row_keys_need_one_seed_per_row(seeds, message):
+    """Nothing wraps around to another seed."""
+    with pytest.raises(ValueError, match=message) as caught:
+        specjax.row_keys(seeds)
+    assert len(str(caught.value)) < 250
+
+
+def test_row_keys_take_any_list_of_seeds():
+    """Ranges, numpy and JAX; none at all."""
+    expected = jax.random.key_data(specjax.row_keys([0, 1, 2]))
+    for same in (range(3), (0, 1, 2), np.arange(3), jnp.arange(3), np.arange(3, dtype=np.uint8), [*jnp.arange(3)]):
+        np.testing.assert_array_equal(jax.random.key_data(specjax.row_keys(same)), expected)
+    assert specjax.row_keys([]).shape == (0,) and specjax.row_keys([2**32 - 1]).shape == (1,)
 
 
 def test_counts_may_be_of_any_integer_type():
@@ -108,6 +162,10 @@ VALUES = [  # options of generate, and what the message must say
     ({"temperature": math.inf}, r"temperature=inf: must be finite"),
     ({"temperature": math.nan}, r"temperature=nan: must be finite"),
     ({"temperature": jax.random.key(0)}, r"temperature="),
+    ({"temperature": [True]}, r"temperature=\[True\]: give a number, or one per prompt"),
+    ({"prompts": [[1], [2]], "temperature": [0.5, True]}, r"temperature=\[0\.5, True\]: give a number"),
+    ({"prompts": [[1], [2]], "top_k": [False, 3]}, r"top_k=\[False, 3\]: give a number"),
+    ({"prompts": [[1], [2]], "max_new_tokens": [4, True]}, r"max_new_tokens=\[4, True\]: give a number"),
     ({"max_new_tokens": HUGE}, r"max_new_tokens=1000"),
     ({"seed": jax.random.key(0)}, r"seed=a JAX key.*int"),
     ({"seed": None}, r"seed=None"),

@@ -20,7 +20,8 @@ import jax.numpy as jnp
 
 from specjax.models import huggingface, llama, llama_params, tokenizer
 from specjax.models.config import LlamaConfig, RopeScaling
-from specjax.models.language_model import LanguageModel
+from specjax.models.language_model import LanguageModel, checked
+from specjax.static import show
 from specjax.types import PyTree
 
 MANIFEST = "specjax.json"
@@ -35,7 +36,13 @@ def save(path: str | pathlib.Path, lm: LanguageModel, *, overwrite: bool = False
     Raises:
       FileExistsError: if there is something at the path, unless ``overwrite``.
       TypeError: if the model's configuration is not one of ours, so that `load` could not rebuild the model.
+      ValueError: if path is no path or lm no language model, as when the two are swapped.
     """
+    if isinstance(path, LanguageModel):
+        raise ValueError("path is a language model: save(path, lm) takes the path first, then the model")
+    if not isinstance(path, (str, os.PathLike)):
+        raise ValueError(f"path={show(path)}: give a directory as a string or path")
+    lm = checked("lm", lm)
     import orbax.checkpoint as ocp
 
     if not isinstance(lm.config, LlamaConfig):

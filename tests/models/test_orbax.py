@@ -121,6 +121,14 @@ def test_a_model_whose_configuration_is_not_ours_is_refused(tmp_path, lm):
     assert not (tmp_path / "saved").exists()
 
 
+@pytest.mark.parametrize("path, said", [("swapped", "path first, then the model"), (5, "path=5"), (None, "path=None")])
+def test_a_path_and_a_model_are_needed_in_this_order(tmp_path, lm, path, said):
+    with pytest.raises(ValueError, match=said):
+        orbax.save(lm if path == "swapped" else path, tmp_path if path == "swapped" else lm)
+    with pytest.raises(ValueError, match=r"lm=5 is not a language model"):
+        orbax.save(tmp_path / "saved", 5)
+
+
 def cut(file):
     file.write_bytes(file.read_bytes()[:-1])
 
