@@ -113,9 +113,9 @@ _SIZES = {  # ours: theirs; none of these has a default, a config without one is
 _SUPPORTED = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 _FLAGS = {"tie_embeddings": "tie_word_embeddings", "attention_bias": "attention_bias", "mlp_bias": "mlp_bias"}
 _READ = {
-    *_SIZES.values(), *_FLAGS.values(), "architectures", "model_type", "num_key_value_heads", "head_dim", "rms_norm_eps", "rope_theta",
-    "rope_scaling", "rope_parameters", "max_position_embeddings",
-    "bos_token_id", "eos_token_id", "pad_token_id",
+    *_SIZES.values(), *_FLAGS.values(), "architectures", "model_type", "num_key_value_heads", "head_dim",
+    "rms_norm_eps", "rope_theta", "rope_scaling", "rope_parameters", "max_position_embeddings", "bos_token_id",
+    "eos_token_id", "pad_token_id",
 }
 # Keys that select other mathematics, with the values that leave ours alone (None always does).
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -174,10 +174,29 @@ def parse_config(settings: dict[str, Any], source: str = "config.json") -> Llama
             bos_id=bos[0] if bos else None,
             eos_ids=_ids(settings, "eos_token_id", source),
             pad_id=pad[0] if pad and pad[0] >= 0 else None,  # old files write "no padding" as -1
+            qk_norm=family == "qwen3",
             **flags,
         )
     except ValueError as error:
         raise error if source in str(error) else ValueError(f"{source}: {error}") from None
+
+
+def _family(settings: dict[str, Any], source: str) -> str:
+    """The model type, one of `_SUPPORTED`, which architecture and model type must agree on."""
+    kind, architectures = settings.get("model_type", "llama"), settings.get("architectures")
+    if architectures is not None and not (isinstance(architectures, list) and len(architectures) == 1):
+        raise ValueError(f"{source}: architectures = {show(architectures)}: must be a list of one name")
+    supported = ", ".join(map(repr, _SUPPORTED.values()))
+    if architectures and architectures[0] not in _SUPPORTED.values():
+        raise ValueError(f"{source}: architecture {show(architectures[0])} is not supported; supported: {supported}")
+    if not isinstance(kind, str) or kind not in _SUPPORTED:
+        kinds = ", ".join(map(repr, _SUPPORTED))
+        raise ValueError(f"{source}: model_type {show(kind)} is not supported; supported: {kinds}")
+    if architectures and architectures[0] != _SUPPORTED[kind]:
+        raise ValueError(f"{source}: model_type {kind!r} and architecture {architectures[0]!r} contradict each other")
+    if kind == "qwen3" and None in (settings.get("head_dim"), settings.get("num_key_value_heads")):
+        raise ValueError(f"{source}: head_dim or num_key_value_heads is missing, for which Qwen 3 has other defaults")
+    return kind
 
 
 def _whole(settings: dict[str, Any], key: str, source: str, default: int | None = None) -> int:
