@@ -329,3 +329,27 @@ def test_no_value_of_any_option_traces_again():
     for values in pairwise(LEVELS)[:12]:
         run(logits, sampling_of([Options(**values)] * 2, eos_ids=(1,)), text)
     assert len(traces) == 1
+
+
+def test_a_reduced_vocabulary_has_the_law_of_the_full_one_with_everything_else_banned():
+    """Every option at once, over columns that leave out some of the text, the bias, the ends and the drafts."""
+    rng = np.random.default_rng(7)
+    vocab, ids = 12, np.array([1, 2, 5, 6, 9, 11], np.int32)
+    tokens = rng.integers(0, vocab, (3, 8)).astype(np.int32)
+    lengths = jnp.asarray([8, 5, 3], jnp.int32)
+    text = specjax.Text(jnp.asarray(tokens), lengths, jnp.asarray([4, 5, 2], jnp.int32))
+    drafted = jnp.asarray([[2, 3, 2], [9, 9, 0], [1, 11, 4]], jnp.int32)
+    seen = jnp.asarray(rng.random((3, 4, 3)) < 0.6)
+    sampling = specjax.make_sampling(
+        3, vocab, temperature=[0.0, 0.8, 1.3], top_k=[0, 3, 0], top_p=[1.0, 0.9, 0.8], repetition_penalty=1.4,
+        frequency_penalty=0.3, presence_penalty=0.2, logit_bias={2: 1.0, 3: 5.0, 11: -0.5}, min_new_tokens=4,
+        eos_ids=[5, 7],
+    )  # fmt: skip
+    logits = rng.normal(size=(3, 4, vocab)).astype(np.float32) * 2
+    others = np.setdiff1d(np.arange(vocab), ids)
+    banned = logits.copy()
+    banned[..., others] = -np.inf
+    full = specjax.warp(jnp.asarray(banned), sampling, text, drafted, seen)
+    reduced = specjax.warp(jnp.asarray(logits[..., ids]), sampling, text, drafted, seen, ids=jnp.asarray(ids))
+    np.testing.assert_allclose(reduced, np.asarray(full)[..., ids], atol=1e-6)
+    assert (np.asarray(reduced)[0].max(-1) == 1).all()
