@@ -202,7 +202,7 @@ def _static(parents: tuple[int, ...], laws: Laws, text: Text) -> Proposal:
             tokens[node] = top[:, place, ranks[node]]
             valid[node] = (root[1] if parents[node] < 0 else valid[parents[node]]) & sure[:, place]
     line = parents == tuple(range(-1, len(parents) - 1))
-    topo = None if line else np.asarray(parents, np.int32)
+    topo: Any = None if line else np.asarray(parents, np.int32)
     return Proposal(jnp.stack(tokens, axis=1), None, topo, jnp.stack(valid, axis=1))
 
 
@@ -285,6 +285,6 @@ def check_params(what: str, params: Any, expected: Any) -> None:
     have, want = shapes(params), shapes(expected)
     for name in sorted(want.keys() | have.keys()):
         if have.get(name) != want.get(name):
-            state = {None: "is missing"}.get(have.get(name), f"has shape {have.get(name)}")
+            state = f"has shape {have[name]}" if name in have else "is missing"
             needs = "knows no such weight" if name not in want else f"needs {want[name]}"
             raise ValueError(f"{what} weight {name} {state}, the configuration {needs}")
