@@ -2,5 +2,7 @@
 
 from specjax.drafters.model import model
 from specjax.drafters.ngram import ngram
+from specjax.drafters.recycling import recycling
+from specjax.drafters.tables import Tables, build_tables, load_tables
 
-__all__ = ["model", "ngram"]
+__all__ = ["Tables", "build_tables", "load_tables", "model", "ngram", "recycling"]
