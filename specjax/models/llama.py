@@ -65,7 +65,7 @@ class Layer(nnx.Module):
         def maybe(name):
             return nnx.Param(weights[name]) if name in weights else None
 
-        self.input_norm, self.post_norm = nnx.Param(weights["input_norm"]), nnx.Param(weights["post_norm"])
+        self.input_norm, self.post_norm = maybe("input_norm"), nnx.Param(weights["post_norm"])
         self.qkv, self.qkv_bias = nnx.Param(weights["qkv"]), maybe("qkv_bias")
         self.q_norm, self.k_norm = maybe("q_norm"), maybe("k_norm")
         self.o, self.o_bias = nnx.Param(weights["o"]), maybe("o_bias")
@@ -74,7 +74,8 @@ class Layer(nnx.Module):
 
     def __call__(self, x: Array, k: Any, v: Any, lengths: Array | None, window: "Window"):
         """x [B, T, E] and this layer's cache k, v [B, H, S, D] (or all layers', or None) -> the same three."""
-        y, k, v = self.attention(rms_norm(x, self.input_norm, window.config.rms_eps), k, v, lengths, window)
+        normed = x if self.input_norm is None else rms_norm(x, self.input_norm, window.config.rms_eps)
+        y, k, v = self.attention(normed, k, v, lengths, window)
         x = x + y
         return x + self.mlp(rms_norm(x, self.post_norm, window.config.rms_eps)), k, v
 

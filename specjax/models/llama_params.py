@@ -47,9 +47,12 @@ class Source(NamedTuple):
         return joined[::-1]
 
 
-def _layer_sources(config: LlamaConfig, index: int) -> dict[str, Source]:
+def layer_sources(config: LlamaConfig, prefix: str, *, inputs: int | None = None) -> dict[str, Source]:
+    """One layer of the table, under Hugging Face names that start with ``prefix``.
+
+    ``inputs``: width of what attention reads, if it is not the hidden size.
+    """
     e, f, q, kv = config.hidden_size, config.intermediate_size, config.q_size, config.kv_size
-    prefix = f"model.layers.{index}."
 
     def source(names, outs, *ins):
         return Source(tuple(prefix + name for name in names), tuple((out, *ins) for out in outs))
@@ -58,7 +61,7 @@ def _layer_sources(config: LlamaConfig, index: int) -> dict[str, Source]:
     gate_up = ["mlp.gate_proj", "mlp.up_proj"]
     sources = {
         "input_norm": source(["input_layernorm.weight"], [e]),
-        "qkv": source([f"{name}.weight" for name in qkv], [q, kv, kv], e),
+        "qkv": source([f"{name}.weight" for name in qkv], [q, kv, kv], inputs or e),
         "o": source(["self_attn.o_proj.weight"], [e], q),
         "post_norm": source(["post_attention_layernorm.weight"], [e]),
         "gate_up": source([f"{name}.weight" for name in gate_up], [f, f], e),
@@ -81,7 +84,7 @@ def sources(config: LlamaConfig) -> dict[str, Any]:
     e, v = config.hidden_size, config.vocab_size
     tree: dict[str, Any] = {
         "embedding": Source(("model.embed_tokens.weight",), ((v, e),)),
-        "layers": {index: _layer_sources(config, index) for index in range(config.num_layers)},
+        "layers": {index: layer_sources(config, f"model.layers.{index}.") for index in range(config.num_layers)},
         "final_norm": Source(("model.norm.weight",), ((e,),)),
     }
     if not config.tie_embeddings:
@@ -95,8 +98,7 @@ def _is_source(node) -> bool:
 
 def tensor_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
     """Every Hugging Face tensor a checkpoint of this configuration must have, with its shape there."""
-    leaves = jax.tree.leaves(sources(config), is_leaf=_is_source)
-    return {name: shape for leaf in leaves for name, shape in zip(leaf.names, leaf.shapes)}
+    return shapes_of(sources(config))
 
 
 def params_from_tensors(
@@ -112,6 +114,12 @@ def params_from_tensors(
       dtype: float32 or bfloat16, of every weight.
       scan_layers: stack the layers along a leading axis, see `stack_layers`.
     """
+    params = fill(sources(config), tensor, dtype)
+    return stack_layers(params) if scan_layers else params
+
+
+def fill(tree: PyTree, tensor: Callable[[str, tuple[int, ...]], np.ndarray], dtype=jnp.float32) -> PyTree:
+    """A tree of `Source` as weights; ``tensor`` and ``dtype`` as in `params_from_tensors`."""
     dtype = weight_dtype(dtype)
 
     def build(source: Source) -> Array:
@@ -124,14 +132,34 @@ def params_from_tensors(
         joined = parts[0] if len(parts) == 1 else np.concatenate(parts)
         return jnp.asarray(np.ascontiguousarray(joined.astype(dtype).T))
 
-    params = jax.tree.map(build, sources(config), is_leaf=_is_source)
-    return stack_layers(params) if scan_layers else params
+    return jax.tree.map(build, tree, is_leaf=_is_source)
+
+
+def spill(tree: PyTree, params: PyTree) -> dict[str, np.ndarray]:
+    """The inverse of `fill`: Hugging Face tensors, ``[out, in]``, of weights that stand where the `Source` does."""
+    tensors = {}
+    leaves, where = jax.tree.flatten(tree, is_leaf=_is_source)
+    for source, weight in zip(leaves, where.flatten_up_to(params), strict=True):
+        ends = np.cumsum([shape[0] for shape in source.shapes])[:-1]
+        parts = np.split(np.asarray(weight).T, ends)
+        tensors |= {name: np.ascontiguousarray(part) for name, part in zip(source.names, parts, strict=True)}
+    return tensors
+
+
+def shapes_of(tree: PyTree) -> dict[str, tuple[int, ...]]:
+    """Every tensor that a tree of `Source` needs, with its shape there."""
+    leaves = jax.tree.leaves(tree, is_leaf=_is_source)
+    return {name: shape for leaf in leaves for name, shape in zip(leaf.names, leaf.shapes)}
+
+
+def abstract(tree: PyTree, dtype=jnp.float32) -> PyTree:
+    """A tree of `Source` as ShapeDtypeStructs of the weights."""
+    return jax.tree.map(lambda source: jax.ShapeDtypeStruct(source.shape, dtype), tree, is_leaf=_is_source)
 
 
 def abstract_params(config: LlamaConfig, *, dtype=jnp.float32, scan_layers: bool = False) -> PyTree:
     """The parameter tree as ShapeDtypeStructs: what `params_from_tensors` returns, without the numbers."""
-    dtype = weight_dtype(dtype)
-    params = jax.tree.map(lambda source: jax.ShapeDtypeStruct(source.shape, dtype), sources(config), is_leaf=_is_source)
+    params = abstract(sources(config), weight_dtype(dtype))
     return jax.eval_shape(stack_layers, params) if scan_layers else params
 
 
