@@ -4,5 +4,6 @@ from specjax.drafters.model import model
 from specjax.drafters.ngram import ngram
 from specjax.drafters.recycling import recycling
 from specjax.drafters.tables import Tables, build_tables, load_tables
+from specjax.drafters.translate import translate
 
-__all__ = ["Tables", "build_tables", "load_tables", "model", "ngram", "recycling"]
+__all__ = ["Tables", "build_tables", "load_tables", "model", "ngram", "recycling", "translate"]

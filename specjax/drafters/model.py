@@ -15,6 +15,8 @@ from specjax.static import bind, show, whole
 from specjax.types import Array, Committed, Drafter, KVCache, Model, Proposal, PyTree, Sampling, Text
 from specjax.warp import warp
 
+_REMEDY = "specjax.drafters.translate(draft, target) drafts across vocabularies"
+
 
 class _State(NamedTuple):
     cache: KVCache  # every committed token, the pending one included
@@ -49,12 +51,14 @@ def model(
     if draft.model.vocab_size != target.model.vocab_size:
         raise ValueError(
             f"the draft model has {draft.model.vocab_size} tokens and the target {target.model.vocab_size}: "
-            "both must have the same vocabulary"
+            f"both must have the same vocabulary; {_REMEDY}"
         )
     if draft.tokenizer is not None and target.tokenizer is not None:
         difference = draft.tokenizer.difference(target.tokenizer)
         if difference:
-            raise ValueError(f"draft and target tokenizers differ ({difference}): both must have the same vocabulary")
+            raise ValueError(
+                f"draft and target tokenizers differ ({difference}): both must have the same vocabulary; {_REMEDY}"
+            )
     longest, context = max_length or target.model.context_length, draft.model.context_length
     if longest is not None and context is not None and context < longest:
         raise ValueError(

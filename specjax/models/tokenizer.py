@@ -113,12 +113,23 @@ class Tokenizer:
 
         Exact for byte-level vocabularies; a SentencePiece decoder may in addition strip the first space of a text.
         """
+        return self._bytes(token, token in self.backend.get_added_tokens_decoder())
+
+    @functools.cached_property
+    def pieces(self) -> tuple[bytes, ...]:
+        """`token_bytes` of every id: what two vocabularies are compared by; b"" where an id is unused."""
+        added = self.backend.get_added_tokens_decoder()
+        return tuple(self._bytes(token, token in added) for token in range(self.vocab_size))
+
+    def _bytes(self, token: int, added: bool) -> bytes:
         string = self.tokens[token]
-        if token in self.backend.get_added_tokens_decoder():
+        if added:
             return string.encode()
         if self._byte_level:
             table = _byte_of_character()
-            return bytes(table[character] for character in string)
+            if all(character in table for character in string):
+                return bytes(table[character] for character in string)
+            return string.encode()  # as the decoder does
         if len(string) == 6 and string.startswith("<0x") and string.endswith(">"):
             return bytes([int(string[3:5], 16)])
         return string.replace("\u2581", " ").encode()
