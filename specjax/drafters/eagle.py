@@ -120,7 +120,8 @@ def sources(config: EagleConfig) -> dict[str, Any]:
     }
     layers[0] |= first
     tree: dict[str, Any] = {"embedding": source("embed_tokens.weight", v, e), "layers": layers}
-    tree |= {"fc": source("fc.weight", e, f if third else 2 * e), "head": source("lm_head.weight", config.num_columns, e)}
+    tree["fc"] = source("fc.weight", e, f if third else 2 * e)
+    tree["head"] = source("lm_head.weight", config.num_columns, e)
     if third:
         tree["norm"] = source("norm.weight", e)
     else:

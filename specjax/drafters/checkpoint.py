@@ -1,0 +1,215 @@
+"""`load_drafter` and `save_drafter`: heads on disk, in published layouts or in ours.
+
+    layout                         recognised by                                  file
+    EAGLE-3, speculators           config.json: speculators_model_type "eagle3"   eagle_files
+    EAGLE-3, older                 config.json: draft_vocab_size                  eagle_files
+    multi-token prediction         config.json: speculators_model_type "mtp"      mtp_files
+    DFlash, DSpark                 config.json: speculators_model_type            dflash_files
+    Medusa                         config.json: medusa_num_heads                  medusa_files
+    ours, any of them              specjax_drafter.json                           here: PATH/params/ is an orbax tree
+"""
+
+import dataclasses
+import json
+import os
+import pathlib
+import tempfile
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from specjax.drafters import dflash, dflash_files, eagle, eagle_files, medusa, medusa_files, mtp, mtp_files
+from specjax.models import orbax
+from specjax.models.config import LlamaConfig, RopeScaling
+from specjax.models.huggingface import read_json
+from specjax.models.language_model import LanguageModel, checked
+from specjax.models.llama_params import weight_dtype
+from specjax.static import show
+from specjax.types import Drafter, PyTree
+
+MANIFEST = "specjax_drafter.json"
+FORMATS = ("speculators", "orbax")
+
+
+class Kind(NamedTuple):
+    """One kind of head. A new one is an entry in `KINDS` and a file that reads and writes its layout."""
+
+    config: type
+    abstract: Callable[..., PyTree]  # (config, dtype) -> every weight it may have
+    recognises: Callable[[pathlib.Path], bool]
+    read: Callable[..., tuple[Any, PyTree]]
+    write: Callable[..., None]  # (path, config, params, *, target)
+    build: Callable[..., Drafter]  # (config, params, target, **options)
+    extra: tuple[str, ...] = ()  # keywords of read besides dtype
+
+
+KINDS: dict[str, Kind] = {
+    "eagle": Kind(
+        eagle.EagleConfig, eagle.abstract_params, eagle_files.recognises, eagle_files.read_eagle,
+        eagle_files.write_eagle, eagle.eagle, ("feature_layers",),
+    ),
+    "mtp": Kind(
+        mtp.MTPConfig, mtp.abstract_params, mtp_files.recognises, mtp_files.read_mtp, mtp_files.write_mtp, mtp.mtp,
+        ("feature_layers",),
+    ),
+    "dflash": Kind(
+        dflash.DFlashConfig, dflash.abstract_params, dflash_files.recognises, dflash_files.read_dflash,
+        dflash_files.write_dflash, dflash.dflash, ("target",),
+    ),
+    "medusa": Kind(
+        medusa.MedusaConfig, medusa.abstract_params, medusa_files.recognises, medusa_files.read_medusa,
+        medusa_files.write_medusa, medusa.medusa,
+    ),
+}  # fmt: skip
+
+
+def load_drafter(
+    path: str | pathlib.Path, target: LanguageModel, *, dtype: Any = "float32",
+    feature_layers: tuple[int, ...] | None = None, **options: Any,
+) -> Drafter:  # fmt: skip
+    """A drafter from a directory with a trained head, see the module's docstring for what is recognised.
+
+    Args:
+      path: the directory.
+      target: the model it drafts for, as `specjax.load` returns it.
+      dtype: of the head's weights, "float32" or "bfloat16".
+      feature_layers: for EAGLE-3 and MTP files that do not say which layers of the target they read.
+      options: go to the factory: `num_draft_tokens`, `tree`, `coupled`, `max_length`, ..
+
+    Raises:
+      FileNotFoundError: nothing at the path, or a part of it is missing.
+      ValueError: a layout that is not recognised; anything in the files that is not understood; a head that does not
+        fit the target.
+    """
+    target = checked("target", target)
+    config, params = read(path, target=target, dtype=dtype, feature_layers=feature_layers)
+    return _kind_of(config).build(config, _shared(params, target), target, **options)
+
+
+def read(
+    path: str | pathlib.Path, *, target: LanguageModel | None = None, dtype: Any = "float32",
+    feature_layers: tuple[int, ...] | None = None,
+) -> tuple[Any, PyTree]:  # fmt: skip
+    """Configuration and weights of a head, as its factory takes them (``eagle(config, params, target)``).
+
+    Args:
+      path: the directory.
+      target: only some DFlash files need it, to be compared with what they repeat of it.
+      dtype, feature_layers: see `load_drafter`.
+
+    Raises:
+      FileNotFoundError, ValueError: as `load_drafter`, but for the fit.
+    """
+    if not isinstance(path, (str, os.PathLike)):
+        raise ValueError(f"path={show(path)}: give the directory of a trained head")
+    path, dtype = pathlib.Path(path).expanduser(), weight_dtype(dtype)
+    if not path.is_dir():
+        raise FileNotFoundError(f"{path} is no directory: give the directory of a trained head, with a config.json")
+    if (path / MANIFEST).exists():
+        return _restore(path, dtype)
+    if not (path / "config.json").exists():
+        raise FileNotFoundError(f"the directory {path} has neither config.json (published layouts) nor {MANIFEST}")
+    for name, kind in KINDS.items():
+        if kind.recognises(path):
+            given = {"target": target, "feature_layers": feature_layers}
+            if feature_layers is not None and "feature_layers" not in kind.extra:
+                raise ValueError(f"feature_layers={feature_layers}: {path} is a {name} head, which says its own")
+            return kind.read(path, dtype=dtype, **{key: given[key] for key in kind.extra})
+    settings = read_json(path / "config.json")
+    facts = {key: settings.get(key) for key in ("speculators_model_type", "architectures", "model_type")}
+    raise ValueError(
+        f"{path / 'config.json'} is of no head that is known ({', '.join(KINDS)}): it has {show(facts)}; a whole model "
+        "is loaded with specjax.load and drafts with specjax.drafters.model"
+    )
+
+
+def save_drafter(
+    path: str | pathlib.Path, config: Any, params: PyTree, *, format: str = "speculators", target: str = "",
+    overwrite: bool = False,
+) -> None:  # fmt: skip
+    """Writes a head so that `read` gives it back bit for bit.
+
+    The directory appears whole or not at all: everything is written next to it and renamed at the end.
+
+    Args:
+      path: the directory to make.
+      config, params: the head, as its factory takes it.
+      format: "speculators", the published layout (Medusa has its own), or "orbax".
+      target: name or path of the target, for the record.
+      overwrite: replace what is there.
+
+    Raises:
+      FileExistsError: there is something at the path.
+      ValueError: an unknown format; no configuration of a head; EAGLE-1 in a published layout.
+    """
+    if format not in FORMATS:
+        raise ValueError(f"format={show(format)}: choose one of {', '.join(map(repr, FORMATS))}")
+    kind = _kind_of(config)
+    path = pathlib.Path(path).expanduser().absolute()
+    if path.exists() and not overwrite:
+        raise FileExistsError(f"{path} exists; pass overwrite=True to replace it")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as scratch:
+        folder = pathlib.Path(scratch) / "new"
+        if format == "orbax":
+            _save(folder, config, params, target)
+        else:
+            kind.write(folder, config, params, target=target)
+        if path.exists():
+            os.replace(path, pathlib.Path(scratch) / "old")  # deleted with the scratch directory
+        os.replace(folder, path)
+
+
+def _kind_of(config: Any) -> Kind:
+    for kind in KINDS.values():
+        if isinstance(config, kind.config):
+            return kind
+    known = ", ".join(kind.config.__name__ for kind in KINDS.values())
+    raise ValueError(f"config={show(config)}: give the configuration of a head ({known})")
+
+
+def _shared(params: PyTree, target: LanguageModel) -> PyTree:
+    """Without an embedding that is the target's bit for bit: the target's own is used, and not kept twice."""
+    ours, theirs = params.get("embedding"), target.params.get("embedding") if isinstance(target.params, dict) else None
+    if ours is None or theirs is None or ours.shape != theirs.shape:
+        return params
+    same = np.array_equal(np.asarray(ours), np.asarray(theirs.astype(ours.dtype)))
+    return {name: leaf for name, leaf in params.items() if name != "embedding"} if same else params
+
+
+# --- ours
+
+
+def _save(folder: pathlib.Path, config: Any, params: PyTree, target: str) -> None:
+    import orbax.checkpoint as ocp
+
+    name = next(name for name, kind in KINDS.items() if isinstance(config, kind.config))
+    folder.mkdir()
+    weights = orbax._named(params)
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(folder / "params", weights)
+    manifest = {
+        "format": 1, "kind": name, "config": dataclasses.asdict(config), "target": target, "weights": [*weights],
+        "files": orbax._sizes(folder / "params"),
+    }  # fmt: skip
+    (folder / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
+
+
+def _restore(path: pathlib.Path, dtype: Any) -> tuple[Any, PyTree]:
+    manifest = read_json(path / MANIFEST)
+    if manifest.get("format") != 1 or manifest.get("kind") not in KINDS:
+        raise ValueError(
+            f"{path / MANIFEST} has format {manifest.get('format')!r} and kind {manifest.get('kind')!r}; this version "
+            f"of specjax reads format 1 of {', '.join(KINDS)}"
+        )
+    orbax._check_files(path / "params", manifest["files"])
+    kind, settings = KINDS[manifest["kind"]], dict(manifest["config"])
+    if "layers" in settings:
+        layers = settings["layers"]
+        settings["layers"] = LlamaConfig(**{**layers, "rope_scaling": RopeScaling(**layers["rope_scaling"])})
+    config = kind.config(**settings)
+    every, saved = kind.abstract(config, dtype), set(manifest["weights"])
+    absent = {name for name in ("embedding", "head") if name not in saved}  # the target's
+    expected = {name: leaf for name, leaf in every.items() if name not in absent}
+    return config, orbax._restore(path / "params", expected)
