@@ -17,20 +17,9 @@ import statistics
 import sys
 import time
 
+import draft_sources
 import jax
 from generate_options import check_ranges, options, parse, read_prompts
-
-
-def build_drafter(args: argparse.Namespace, lm):
-    import specjax
-
-    number = {} if args.num_draft_tokens is None else {"num_draft_tokens": args.num_draft_tokens}
-    if args.drafter == "ngram":
-        return specjax.drafters.ngram(**number)
-    if args.drafter == "model":
-        small = specjax.load(args.draft_model, dtype="float32")  # one-row steps: see docs/decisions.md
-        return specjax.drafters.model(small, lm, coupled=args.coupled, **number)
-    return None
 
 
 def report(tau: float | None, acceptance_rate: float | None, alpha: float | None) -> str:
@@ -206,8 +195,8 @@ def print_total(result: dict, args: argparse.Namespace) -> None:
         best = max(range(len(rows)), key=lambda i: rows[i]["ratio"])
         print(f"  Best on prompt {best + 1}: {rows[best]['ratio']:.2f}x, at {rows[best]['tau']:.2f} tokens per pass.")
         lookup = "a lookup drafts well where the answer repeats its context, and proposes little elsewhere"
-        agree = "a draft model pays where it agrees with the target, and costs its own passes everywhere"
-        print(f"  Ratios differ because {lookup if args.drafter == 'ngram' else agree}.")
+        agree = "a drafter pays where it agrees with the target, and costs a wider pass everywhere"
+        print(f"  Ratios differ because {lookup if args.drafter in ('ngram', 'suffix') else agree}.")
 
 
 def describe_equality(row: dict, rule: str) -> str:
@@ -229,7 +218,7 @@ def work(args: argparse.Namespace) -> None:
     check_ranges(args)
     print(f"loading {args.model} and compiling (about a minute the first time) ...", file=sys.stderr, flush=True)
     lm = specjax.load(args.model, dtype=args.dtype)
-    drafter = build_drafter(args, lm)
+    drafter = draft_sources.build(args, lm)
     if args.compare:
         result = compare(lm, prompts, drafter, args)
         if args.json:

@@ -5,6 +5,8 @@ import json
 import pathlib
 import sys
 
+import draft_sources
+
 # Two prompts of everyday kind, two in which the answer repeats the prompt: there a lookup shines.
 DEMO_PROMPTS = [
     "Why is the sky blue? Answer in three sentences.",
@@ -29,10 +31,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--demo", action="store_true", help="built-in prompts for an instruct model (implies --chat)")
     parser.add_argument("--model", default="smollm2-135m-instruct", help="name, GGUF file or directory")
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"], help="weights")
-    parser.add_argument("--drafter", default="ngram", choices=["ngram", "model", "none"])
-    parser.add_argument("--draft-model", help="for --drafter model: name, GGUF file or directory")
-    parser.add_argument("--coupled", action="store_true", help="for --drafter model: draft with the target's noise")
-    parser.add_argument("--num-draft-tokens", type=int, default=None, help="draft tokens per round")
+    draft_sources.add_arguments(parser)
     parser.add_argument("--rule", choices=["rejection", "block", "match"], help="default: what suits the drafter")
     parser.add_argument("--chat", action="store_true", help="apply the chat template")
     parser.add_argument("--max-new-tokens", type=int, default=128)
@@ -60,9 +59,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--no-color", action="store_true", help="also: the NO_COLOR environment variable")
     args = parser.parse_args(arguments)
     refusals = [
-        ((args.drafter == "model") != (args.draft_model is not None), "--drafter model and --draft-model go together"),
-        (args.coupled and args.drafter != "model", "--coupled needs --drafter model"),
-        (args.drafter == "none" and args.num_draft_tokens is not None, "--num-draft-tokens needs a drafter"),
+        *draft_sources.refusals(args),
         (args.compare and args.drafter == "none", "--compare needs a drafter to compare with plain decoding"),
         (args.compare and args.max_new_tokens < 1, "--compare needs --max-new-tokens 1 or more"),
         (args.n < 1, "-n must be 1 or more"),
@@ -91,6 +88,7 @@ def check_ranges(args: argparse.Namespace) -> None:
         raise ValueError(f"seed={args.seed}: seeds are 0..2**32 - 1")
     if args.num_draft_tokens is not None:
         specjax.drafters.ngram(args.num_draft_tokens)  # all drafters have this range
+    draft_sources.parse_tree(args.tree)
 
 
 def read_prompts(args: argparse.Namespace) -> list[str]:

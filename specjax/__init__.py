@@ -5,6 +5,7 @@ __version__ = "0.1.0"
 from specjax import drafters, theory, tree
 from specjax.accept import Typical, accept
 from specjax.autoregressive import plain
+from specjax.drafters.checkpoint import load_drafter, save_drafter
 from specjax.generate import Stream, generate, stream
 from specjax.models.language_model import LanguageModel
 from specjax.models.load import load
@@ -55,12 +56,14 @@ __all__ = [
     "from_nnx",
     "generate",
     "load",
+    "load_drafter",
     "make_sampling",
     "no_limits",
     "plain",
     "prefill",
     "round",
     "row_keys",
+    "save_drafter",
     "stream",
     "theory",
     "tree",

@@ -1,0 +1,115 @@
+"""From the command line to a drafter: what generate.py and its options know about draft sources."""
+
+import argparse
+import dataclasses
+
+HEADS = ("eagle", "medusa", "mtp", "dflash")
+LOOKUPS = ("ngram", "suffix", "recycling", "lookahead")
+SOURCES = (*LOOKUPS, "cascade", "model", "translate", *HEADS, "none")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("draft source")
+    group.add_argument("--drafter", default="ngram", choices=SOURCES)
+    group.add_argument("--num-draft-tokens", type=int, default=None, help="draft tokens (nodes of a tree) per round")
+    group.add_argument("--draft-model", help="for model and translate: name, GGUF file or directory")
+    group.add_argument("--coupled", action="store_true", help="for models and heads: draft with the target's noise")
+    group.add_argument(
+        "--draft-checkpoint", metavar="DIR",
+        help=f"for {', '.join(HEADS)} and cascade: a directory, or 'random' for an untrained head (exact, and slow)",
+    )  # fmt: skip
+    group.add_argument("--tables", metavar="FILE", help="for recycling and cascade: what build_tables.py wrote")
+    group.add_argument(
+        "--tree", help="for heads: children per level as in 3,2,1, or dynamic:NODES,WIDTH,DEPTH; default a chain"
+    )
+
+
+def refusals(args: argparse.Namespace) -> list[tuple[bool, str]]:
+    """Options that contradict each other, with what to say."""
+    kind, models, heads = args.drafter, ("model", "translate"), (*HEADS, "cascade")
+    return [
+        ((kind in models) != bool(args.draft_model), "--drafter model or translate and --draft-model go together"),
+        (kind in HEADS and not args.draft_checkpoint, f"--drafter {kind} needs --draft-checkpoint DIR, or random"),
+        (bool(args.draft_checkpoint) and kind not in heads, f"--draft-checkpoint needs --drafter {', '.join(heads)}"),
+        (kind == "cascade" and args.draft_checkpoint == "random", "--drafter cascade needs a trained head, or none"),
+        (bool(args.tables) and kind not in ("recycling", "cascade"), "--tables needs --drafter recycling or cascade"),
+        (bool(args.tables) and bool(args.draft_checkpoint), "--tables and --draft-checkpoint: give one of them"),
+        (args.coupled and kind not in (*models, *HEADS), "--coupled needs a drafter that draws: a model or a head"),
+        (args.coupled and bool(args.tree), "--coupled draws a chain: leave out --tree"),
+        (bool(args.tree) and kind not in HEADS, f"--tree needs --drafter {', '.join(HEADS)}"),
+        (bool(args.tree) and args.num_draft_tokens is not None, "--tree has its own number of nodes: leave out "
+         "--num-draft-tokens"),
+        (kind == "lookahead" and args.num_draft_tokens is not None, "--num-draft-tokens: lookahead has its own"),
+        (kind == "none" and args.num_draft_tokens is not None, "--num-draft-tokens needs a drafter"),
+    ]  # fmt: skip
+
+
+def parse_tree(text: str | None):
+    """A topology from ``--tree``.
+
+    Raises:
+      ValueError: anything else than numbers of 1 or more.
+    """
+    from specjax import tree
+
+    if text is None:
+        return None
+    dynamic = text.startswith("dynamic:")
+    try:
+        numbers = [int(part) for part in text.removeprefix("dynamic:").split(",")]
+    except ValueError:
+        numbers = []
+    if not numbers or min(numbers) < 1 or (dynamic and len(numbers) != 3):
+        raise ValueError(f"--tree {text}: give children per level as in 3,2,1, or dynamic:NODES,WIDTH,DEPTH")
+    return tree.Dynamic(*numbers) if dynamic else tree.kary(*numbers)
+
+
+def build(args: argparse.Namespace, lm):
+    """The drafter that was asked for, or None."""
+    import specjax
+    from specjax import drafters
+
+    number = {} if args.num_draft_tokens is None else {"num_draft_tokens": args.num_draft_tokens}
+    tables = None if args.tables is None else drafters.load_tables(args.tables)
+    match args.drafter:
+        case "none":
+            return None
+        case "ngram" | "suffix":
+            return getattr(drafters, args.drafter)(**number)
+        case "lookahead":
+            return drafters.lookahead()
+        case "recycling":
+            return drafters.recycling(lm, tables=tables, **number)
+        case "cascade":
+            if args.draft_checkpoint:
+                last = specjax.load_drafter(args.draft_checkpoint, target=lm, **number)
+            else:
+                last = drafters.recycling(lm, tables=tables, **number)
+            return drafters.cascade(drafters.suffix(last.num_draft_tokens, min_match=3), last)
+        case "model" | "translate":
+            small = specjax.load(args.draft_model, dtype="float32")  # one-row steps: see docs/decisions.md
+            return getattr(drafters, args.drafter)(small, lm, coupled=args.coupled, **number)
+    options = number | {"tree": parse_tree(args.tree), "coupled": args.coupled}
+    if args.draft_checkpoint == "random":
+        return untrained(args.drafter, lm, **options)
+    return specjax.load_drafter(args.draft_checkpoint, target=lm, **options)
+
+
+def untrained(kind: str, lm, **options):
+    """A head with random weights: it shows that the text does not depend on the drafter, and drafts nothing useful."""
+    from specjax.drafters import dflash, eagle, medusa, mtp
+
+    count, one = lm.config.num_layers, dataclasses.replace(lm.config, num_layers=1)
+    if kind == "eagle":
+        config = eagle.EagleConfig(one, feature_layers=(min(2, count), count // 2, count))
+        params = eagle.fresh_params(config)
+        params.setdefault("head", lm.params.get("head", lm.params["embedding"]))
+        return eagle.eagle(config, params, lm, **options)
+    if kind == "medusa":
+        config = medusa.MedusaConfig(lm.config.hidden_size, lm.model.vocab_size, shared=True)
+        return medusa.medusa(config, medusa.fresh_params(config), lm, **options)
+    if kind == "mtp":
+        config = mtp.MTPConfig(one, feature_layers=(count + 1,))
+        return mtp.mtp(config, mtp.fresh_params(config), lm, **options)
+    config = dflash.DFlashConfig(one, feature_layers=(min(2, count), count // 2), mask_token_id=0)
+    return dflash.dflash(config, dflash.fresh_params(config), lm, **options)
