@@ -207,11 +207,8 @@ def _tree(settings: _Settings, found: _Candidates) -> Proposal:
     batch, count, n = found.tokens.shape
     depth = jnp.arange(1, n + 1, dtype=jnp.int32)[None, None]
     there = found.there & (depth <= _reach(settings, found.match)[:, :, None])
-    same = (found.tokens[:, :, None] == found.tokens[:, None]) & there[:, :, None] & there[:, None]
-    same = jnp.cumsum(~same, axis=3) == 0  # [B, M, M, n]: the two continuations agree so far
+    same, first, alone = shared_beginnings(found.tokens, there)
     support = _support(found.match, same, depth)
-    first = jnp.argmax(same, axis=2)  # [B, M, n]: the best ranked continuation stands for all that agree with it
-    alone = there & (first == jnp.arange(count, dtype=jnp.int32)[None, :, None])
 
     def flat(x):  # breadth first, so that a tie never puts a child before its parent
         return jnp.swapaxes(x, 1, 2).reshape(batch, n * count)
@@ -225,6 +222,23 @@ def _tree(settings: _Settings, found: _Candidates) -> Proposal:
     above = (level - 1) * count + first[rows, node % count, jnp.maximum(level - 1, 0)]
     parents = jnp.where(valid & (level > 0), place[rows, jnp.maximum(above, 0)], -1)
     return Proposal(jnp.where(valid, flat(found.tokens)[rows, node], 0), None, parents, valid)
+
+
+def shared_beginnings(tokens: Array, there: Array) -> tuple[Array, Array, Array]:
+    """Sequences as a trie: which of their tokens are one node.
+
+    Args:
+      tokens: [B, M, n] M sequences, the best first.
+      there: [B, M, n] bool: the sequence has this token, and all before it.
+
+    Returns:
+      same [B, M, M, n]: two sequences agree up to this token; first [B, M, n]: the first sequence that agrees with
+      this one so far, whose node stands for both; alone [B, M, n]: the token is there and is its own node.
+    """
+    same = (tokens[:, :, None] == tokens[:, None]) & there[:, :, None] & there[:, None]
+    same = jnp.cumsum(~same, axis=3) == 0
+    first = jnp.argmax(same, axis=2).astype(jnp.int32)
+    return same, first, there & (first == jnp.arange(tokens.shape[1], dtype=jnp.int32)[None, :, None])
 
 
 def _support(match: Array, same: Array, depth: Array) -> Array:
