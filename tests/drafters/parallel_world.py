@@ -93,6 +93,7 @@ def check_law(drafter, rule, several_rounds=0.1):
 
     assert_law(sample, laws(), OPTIONS)
     assert (rounds[0] >= 2).mean() > several_rounds
+    assert (rounds[0] < LENGTH).mean() > several_rounds, "hardly a draft was accepted"
 
 
 def assert_caught(drafter, rule="rejection"):
