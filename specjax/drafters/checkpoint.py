@@ -19,7 +19,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from specjax.drafters import dflash, dflash_files, eagle, eagle_files, medusa, medusa_files, mtp, mtp_files
+from specjax.drafters import dflash_files, eagle_files, medusa_files, mtp_files
+from specjax.drafters.dflash import DFlashConfig, dflash
+from specjax.drafters.dflash import abstract_params as dflash_params
+from specjax.drafters.eagle import EagleConfig, eagle
+from specjax.drafters.eagle import abstract_params as eagle_params
+from specjax.drafters.medusa import MedusaConfig, medusa
+from specjax.drafters.medusa import abstract_params as medusa_params
+from specjax.drafters.mtp import MTPConfig, mtp
+from specjax.drafters.mtp import abstract_params as mtp_params
 from specjax.models import orbax
 from specjax.models.config import LlamaConfig, RopeScaling
 from specjax.models.huggingface import read_json
@@ -46,20 +54,19 @@ class Kind(NamedTuple):
 
 KINDS: dict[str, Kind] = {
     "eagle": Kind(
-        eagle.EagleConfig, eagle.abstract_params, eagle_files.recognises, eagle_files.read_eagle,
-        eagle_files.write_eagle, eagle.eagle, ("feature_layers",),
-    ),
-    "mtp": Kind(
-        mtp.MTPConfig, mtp.abstract_params, mtp_files.recognises, mtp_files.read_mtp, mtp_files.write_mtp, mtp.mtp,
+        EagleConfig, eagle_params, eagle_files.recognises, eagle_files.read_eagle, eagle_files.write_eagle, eagle,
         ("feature_layers",),
     ),
+    "mtp": Kind(
+        MTPConfig, mtp_params, mtp_files.recognises, mtp_files.read_mtp, mtp_files.write_mtp, mtp, ("feature_layers",)
+    ),
     "dflash": Kind(
-        dflash.DFlashConfig, dflash.abstract_params, dflash_files.recognises, dflash_files.read_dflash,
-        dflash_files.write_dflash, dflash.dflash, ("target",),
+        DFlashConfig, dflash_params, dflash_files.recognises, dflash_files.read_dflash, dflash_files.write_dflash,
+        dflash, ("target",),
     ),
     "medusa": Kind(
-        medusa.MedusaConfig, medusa.abstract_params, medusa_files.recognises, medusa_files.read_medusa,
-        medusa_files.write_medusa, medusa.medusa,
+        MedusaConfig, medusa_params, medusa_files.recognises, medusa_files.read_medusa, medusa_files.write_medusa,
+        medusa,
     ),
 }  # fmt: skip
 
