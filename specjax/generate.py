@@ -52,7 +52,8 @@ def generate(
       chat: apply the model's chat template.
       eos_ids: ids that end a text, default the model's; [] never stops.
       stop: strings and token sequences (lists of ids) that end a text. Tokens end with the one that completes the
-        match; the text is cut before a stop string. With stop strings the rounds are run from Python.
+        match; the text is cut before a stop string. With stop strings, and with drafters that need Python
+        (`specjax.drafters.host`), the rounds are run from Python.
       logprobs: report log-probabilities of the emitted tokens, raw and warped.
       on_capacity: "error" refuses a request that does not fit the model's context; "truncate" cuts its budget, and a
         row that uses it up ends with "capacity".
@@ -74,7 +75,7 @@ def generate(
         depth = 0 if drafter is None else drafter.num_draft_tokens
         empty = [] if logprobs else None
         return Generation([], [], [], empty, empty, Stats(jax.tree.map(np.asarray, Counts.zeros(0, depth))))
-    if made.stop_strings:
+    if made.stop_strings or made.host is not None:
         rounds = Rounds(made, lm.tokenizer)
         for _ in rounds:
             pass
@@ -113,13 +114,26 @@ class Rounds:
         made = self.request
         state = loop.start(made.program.prefill(), made.weights, made.text, made.keys, made.limits, chunk=made.chunk)
         self.finish = jax.device_get(state.finish)
+        propose = None if made.host is None else made.host()
+        prompts = [] if propose is None else self._prompts()
         while np.any(self.finish == RUNNING):
+            if propose is not None:
+                state = state._replace(drafter=propose(self._rows(prompts)))
             state, info = loop.step(made.program, made.weights, state, made.sampling, made.limits)
             info, finish, counts, lengths = jax.device_get((info, state.finish, state.counts, state.text.lengths))
             pieces = [self._take(row, info) for row in range(len(self.tokens))]
             kept = np.asarray([len(row) for row in pieces])
             state = self._settle(state, info, finish, counts, lengths, kept)
             yield pieces
+
+    def _prompts(self) -> list[list[int]]:
+        tokens, lengths = jax.device_get((self.request.text.tokens, self.request.text.lengths))
+        return [row[:length].tolist() for row, length in zip(tokens, lengths, strict=True)]
+
+    def _rows(self, prompts: list[list[int]]) -> list[list[int] | None]:
+        """Prompt and committed tokens of the rows that go on."""
+        going = self.finish == RUNNING
+        return [p + t if on else None for p, t, on in zip(prompts, self.tokens, going, strict=True)]
 
     def _take(self, row: int, info: Any) -> list[tuple[int, str, bool]]:
         """Appends what a round added to a row, up to a stop string."""

@@ -46,7 +46,7 @@ class Logprobs(NamedTuple):
 
 def split(model: Model, params: PyTree, drafter: Drafter, rule: Rule, logprobs: bool) -> tuple[Program, Weights]:
     """Separates what is compiled in from what is passed in."""
-    return weak(Program(model, drafter._replace(params=()), rule, logprobs)), Weights(params, drafter.params)
+    return weak(Program(model, drafter._replace(params=(), host=None), rule, logprobs)), Weights(params, drafter.params)
 
 
 def _drafter(program: Program, weights: Weights) -> Drafter:

@@ -3,7 +3,7 @@
 import difflib
 import inspect
 import numbers
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -18,7 +18,7 @@ from specjax.models.chat import messages_of
 from specjax.models.language_model import LanguageModel, checked
 from specjax.round import Limits
 from specjax.static import show, whole
-from specjax.types import Array, Drafter, Sampling, Text
+from specjax.types import Array, Drafter, PyTree, Sampling, Text
 
 LONGEST_WINDOW = 65536  # tokens per forward pass: a prefill chunk or a window of draft tokens
 
@@ -35,6 +35,7 @@ class Request(NamedTuple):
     chunk: int
     truncated: np.ndarray  # [B] bool, the budget was cut to fit (on_capacity="truncate")
     stop_strings: tuple[str, ...]
+    host: Callable[[], Callable[..., PyTree]] | None  # the drafter's
 
 
 def make(
@@ -92,7 +93,7 @@ def make(
     program, weights = split(lm.model, lm.params, drafter, rule, logprobs)
     return Request(
         program, weights, text, noise.row_keys(seeds), laws._replace(**each), limits, prefill_chunk,
-        np.repeat(truncated, n), strings,
+        np.repeat(truncated, n), strings, drafter.host,
     )  # fmt: skip
 
 

@@ -140,3 +140,6 @@ class Drafter(NamedTuple):
     #   propose less: a round uses the narrowest window that holds every valid node
     window_top: int = 0  # M: candidates per row in `Committed.window`; 0: no window is wanted
     vocab_size: int | None = None  # vocabulary of the target it was made for; None: any
+    host: Callable[[], Callable[[list[list[int] | None]], PyTree]] | None = None  # for sources that need Python: called
+    #   once per generation, gives a function from the rows' token ids (None: finished) to the drafter's state, which
+    #   is called before every round. The rounds are then run from Python, one transfer each
