@@ -26,8 +26,7 @@ from specjax.drafters import parallel
 from specjax.drafters.dflash import DFlashConfig
 from specjax.drafters.tensors import check_names, write_file
 from specjax.models import llama_params
-from specjax.models.config import LlamaConfig
-from specjax.models.huggingface import SafetensorsFiles, parse_config, read_json
+from specjax.models.huggingface import SafetensorsFiles, parse_config, read_json, settings_of
 from specjax.models.language_model import LanguageModel
 from specjax.models.llama_params import weight_dtype
 from specjax.static import show
@@ -241,30 +240,10 @@ def _settings(config: DFlashConfig, target: str) -> dict[str, Any]:
             "algorithm": kind, "default_proposal_method": "greedy", "proposal_methods": [method],
             "verifier": {"name_or_path": target, "architectures": []},
         },
-        "transformer_layer_config": _layer_settings(config.layers),
+        "transformer_layer_config": settings_of(config.layers),
     }  # fmt: skip
     if kind == "dspark":
         settings |= {"markov_rank": config.markov_rank, "markov_head_type": "vanilla",
                      "enable_confidence_head": config.confidence,
                      "confidence_head_with_markov": config.confidence_with_markov}
     return settings
-
-
-def _layer_settings(config: LlamaConfig) -> dict[str, Any]:
-    scaling = config.rope_scaling
-    rope: dict[str, Any] = {"rope_type": scaling.kind, "rope_theta": config.rope_theta}
-    if scaling.kind != "default":
-        rope["factor"] = scaling.factor
-    if scaling.kind == "llama3":
-        rope |= {"low_freq_factor": scaling.low_freq_factor, "high_freq_factor": scaling.high_freq_factor,
-                 "original_max_position_embeddings": scaling.original_max_position_embeddings}
-    family = ("qwen3", "Qwen3ForCausalLM") if config.qk_norm else ("llama", "LlamaForCausalLM")
-    return {
-        "model_type": family[0], "architectures": [family[1]], "vocab_size": config.vocab_size,
-        "hidden_size": config.hidden_size, "intermediate_size": config.intermediate_size,
-        "num_hidden_layers": config.num_layers, "num_attention_heads": config.num_heads,
-        "num_key_value_heads": config.num_kv_heads, "head_dim": config.head_dim, "rms_norm_eps": config.rms_eps,
-        "rope_parameters": rope, "max_position_embeddings": config.max_position_embeddings,
-        "tie_word_embeddings": config.tie_embeddings, "attention_bias": config.attention_bias,
-        "mlp_bias": config.mlp_bias, "hidden_act": "silu",
-    }  # fmt: skip

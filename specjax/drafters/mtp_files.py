@@ -14,11 +14,10 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from specjax.drafters.dflash_files import _layer_settings as layer_settings
 from specjax.drafters.mtp import MTPConfig, sources
 from specjax.drafters.tensors import check_names, write_file
 from specjax.models import llama_params
-from specjax.models.huggingface import SafetensorsFiles, parse_config, read_json
+from specjax.models.huggingface import SafetensorsFiles, parse_config, read_json, settings_of
 from specjax.static import show
 from specjax.types import PyTree
 
@@ -108,7 +107,7 @@ def write_mtp(path: str | pathlib.Path, config: MTPConfig, params: PyTree, *, ta
             "algorithm": "mtp", "default_proposal_method": "greedy", "proposal_methods": [method],
             "verifier": {"name_or_path": target, "architectures": []},
         },
-        "transformer_layer_config": layer_settings(config.layers),
+        "transformer_layer_config": settings_of(config.layers),
     }  # fmt: skip
     path.mkdir(parents=True, exist_ok=True)
     (path / "config.json").write_text(json.dumps(settings, indent=1), encoding="utf-8")

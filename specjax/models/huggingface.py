@@ -296,6 +296,27 @@ def _rope(settings: dict[str, Any], source: str) -> tuple[float, RopeScaling]:
         raise error if source in str(error) else ValueError(f"{source}: {error}") from None
 
 
+def settings_of(config: LlamaConfig) -> dict[str, Any]:
+    """The inverse of `parse_config`, for files that hold a configuration; special tokens are left out."""
+    scaling = config.rope_scaling
+    rope: dict[str, Any] = {"rope_type": scaling.kind, "rope_theta": config.rope_theta}
+    if scaling.kind != "default":
+        rope["factor"] = scaling.factor
+    if scaling.kind == "llama3":
+        rope |= {"low_freq_factor": scaling.low_freq_factor, "high_freq_factor": scaling.high_freq_factor,
+                 "original_max_position_embeddings": scaling.original_max_position_embeddings}
+    family = ("qwen3", "Qwen3ForCausalLM") if config.qk_norm else ("llama", "LlamaForCausalLM")
+    return {
+        "model_type": family[0], "architectures": [family[1]], "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size, "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": config.num_layers, "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads, "head_dim": config.head_dim, "rms_norm_eps": config.rms_eps,
+        "rope_parameters": rope, "max_position_embeddings": config.max_position_embeddings,
+        "tie_word_embeddings": config.tie_embeddings, "attention_bias": config.attention_bias,
+        "mlp_bias": config.mlp_bias, "hidden_act": "silu",
+    }  # fmt: skip
+
+
 # --- the hub -----------------------------------------------------------------------------------------------------
 
 

@@ -10,8 +10,9 @@ from flax import nnx
 
 import specjax
 from specjax import loop
-from specjax.drafters.mtp import MTP, MTPConfig, fresh_params, mtp, sources
+from specjax.drafters.mtp import MTP, MTPConfig, fresh_params, head_of, mtp, sources
 from specjax.models import llama_params
+from specjax.models.attention import reach
 from tests.drafters import parallel_world as world
 from tests.drafters import recurrent_oracle as oracle
 from tests.drafters.parallel_world import DYNAMIC, TREE, paths, proposal_of
@@ -70,7 +71,8 @@ def test_static_tree_of_several_modules_takes_the_top_tokens_below_each_path():
         assert paths(proposal, row) == oracle.static_paths(after(config, tensors, lm, text), parents)
 
 
-@pytest.mark.parametrize("name", [pytest.param("four modules", marks=pytest.mark.full), "one module"])
+@pytest.mark.parametrize("name", ["four modules", "one module"])
+@pytest.mark.full
 def test_dynamic_tree_keeps_the_likeliest_nodes(name):
     config, lm = CONFIGS[name], world.small_target()
     drafter, tensors = made(config, tree=DYNAMIC)
@@ -97,32 +99,26 @@ def test_case_100_the_halves_of_the_projection_are_embedding_then_hidden():
     config, e = CONFIGS["one module"], LAYERS.hidden_size
     tensors = oracle.random_tensors(sources(config))
     params = llama_params.fill(sources(config), lambda name, shape: tensors[name])
-    rng = np.random.default_rng(0)
-    slots = oracle_slots()
+    head, projection = head_of(config), params["modules"][0]["projection"]
+    cache = head.init_cache(params, 1, 4)
 
-    def said(half, tokens, hidden):
-        projection = params["modules"][0]["projection"]
-        kept = jnp.zeros_like(projection).at[half].set(projection[half])
+    @jax.jit
+    def step(kept, token, hidden):
         module = params["modules"][0] | {"projection": kept}
-        net = nnx.merge(nnx.split(nnx.eval_shape(lambda: MTP(config)))[0], params | {"modules": {0: module}})
-        return np.asarray(net(0, tokens, hidden, jnp.zeros((1, 1), jnp.int32), *slots)[0])
+        slots = reach(None, cache.lengths, 1, 4)
+        weights, positions = {**params, "modules": {0: module}}, jnp.zeros((1, 1), jnp.int32)
+        return head.step(weights, 0, token, hidden, positions, slots, cache)[0]
+
+    def said(half, token, hidden):
+        kept = jnp.zeros_like(projection).at[half].set(projection[half])
+        return np.asarray(step(kept, jnp.asarray([[token]]), hidden))
 
     first, second = slice(0, e), slice(e, 2 * e)
-    token, other = jnp.asarray([[3]]), jnp.asarray([[4]])
-    h, g = (jnp.asarray(rng.normal(size=(1, 1, e)), jnp.float32) for _ in range(2))
-    np.testing.assert_array_equal(said(first, token, h), said(first, token, g))
-    np.testing.assert_array_equal(said(second, token, h), said(second, other, h))
-    assert np.abs(said(first, token, h) - said(first, other, h)).max() > 0.1
-    assert np.abs(said(second, token, h) - said(second, token, g)).max() > 0.1
-
-
-def oracle_slots():
-    from specjax.drafters.mtp import head_of
-    from specjax.models.attention import reach
-
-    params = {"modules": {0: {"projection": jnp.zeros(1)}}}
-    cache = head_of(CONFIGS["one module"]).init_cache(params, 1, 4)
-    return reach(None, cache.lengths, 1, 4), cache
+    h, g = jnp.asarray(np.random.default_rng(0).normal(size=(2, 1, 1, e)), jnp.float32)
+    np.testing.assert_array_equal(said(first, 3, h), said(first, 3, g))
+    np.testing.assert_array_equal(said(second, 3, h), said(second, 4, h))
+    assert np.abs(said(first, 3, h) - said(first, 4, h)).max() > 0.1
+    assert np.abs(said(second, 3, h) - said(second, 3, g)).max() > 0.1
 
 
 # --- laws and texts
