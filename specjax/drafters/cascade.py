@@ -30,8 +30,8 @@ def cascade(*parts: Drafter, merged: bool = False) -> Drafter:
         together, and rules for trees.
 
     Raises:
-      ValueError: fewer than two parts, or one that is no drafter; parts made for different vocabularies; merged parts
-        that draw from laws.
+      ValueError: fewer than two parts, or one that is no drafter or drafts in Python; parts made for different
+        vocabularies; merged parts that draw from laws.
     """
     if not isinstance(merged, bool):
         raise ValueError(f"merged={show(merged)}: must be True or False")
@@ -40,6 +40,8 @@ def cascade(*parts: Drafter, merged: bool = False) -> Drafter:
             raise ValueError(f"part {place} is {show(part)}: give drafters such as specjax.drafters.ngram()")
         if part.num_draft_tokens < 1:
             raise ValueError(f"part {place} drafts nothing (num_draft_tokens=0): leave it out")
+        if part.host is not None:
+            raise ValueError(f"part {place} drafts in Python between the rounds: such a source can only draft alone")
         if merged and part.default_rule != "match":
             raise ValueError(
                 f"merged=True joins point masses, and part {place} draws its nodes (its rule is "

@@ -240,6 +240,7 @@ def test_parts_that_do_not_go_together_are_refused():
         ([], {}, r"cascade has 0 drafters"),
         ([drafters.ngram()], {}, r"cascade has 1 drafters: give two or more"),
         ([drafters.ngram(), drafters.suffix], {}, r"part 1 is <module|part 1 is <function"),
+        ([drafters.ngram(), drafters.host(list)], {}, r"part 1 drafts in Python"),
         ([specjax.plain(), drafters.ngram()], {}, r"part 0 drafts nothing"),
         ([drafters.ngram(), drawn], {"merged": True}, r"part 1 draws its nodes"),
         ([drafters.ngram(), drawn], {"merged": 1}, r"merged=1: must be True or False"),
