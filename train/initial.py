@@ -1,0 +1,147 @@
+"""Heads to start training from: sizes that suit a target, and weights that begin with what the target knows.
+
+Copying the target's last layer beats random weights by far in short runs: the head starts by saying what the target
+has just said, and has to learn only to look one token further.
+"""
+
+import dataclasses
+import operator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from specjax.drafters import dflash, eagle, medusa, mtp
+from specjax.drafters.dflash import DFlashConfig
+from specjax.drafters.eagle import EagleConfig
+from specjax.drafters.medusa import MedusaConfig
+from specjax.drafters.mtp import MTPConfig
+from specjax.models.language_model import LanguageModel
+from specjax.static import show
+from specjax.train.heads import HeadConfig
+from specjax.types import Array, PyTree
+
+KINDS = ("medusa", "eagle", "mtp", "dflash")
+
+
+def config_for(kind: str, target: LanguageModel, *, draft_vocab_size: int = 0, num_draft_tokens: int = 4) -> HeadConfig:
+    """A small head of a kind, with layers like the target's.
+
+    Args:
+      kind: one of `KINDS`.
+      target: a Llama-family model.
+      draft_vocab_size: tokens that can be drafted, 0 is all; EAGLE and DFlash.
+      num_draft_tokens: Medusa heads, or laws in a DFlash block; the others draft as far as they are asked to.
+
+    Raises:
+      ValueError: an unknown kind; a reduced vocabulary for a head that shares the target's projection.
+    """
+    if kind not in KINDS:
+        raise ValueError(f"kind={show(kind)}: choose one of {', '.join(map(repr, KINDS))}")
+    if draft_vocab_size and kind in ("medusa", "mtp"):
+        raise ValueError(f"draft_vocab_size={draft_vocab_size}: a {kind} head drafts from the whole vocabulary: 0")
+    config = target.config
+    last = config.num_layers
+    one = dataclasses.replace(config, num_layers=1, tie_embeddings=False)
+    streams = tuple(sorted({min(2, last - 1), last // 2, last - 1}))
+    if kind == "medusa":
+        return MedusaConfig(config.hidden_size, config.vocab_size, num_heads=num_draft_tokens, shared=True)
+    if kind == "eagle":
+        return EagleConfig(one, streams, draft_vocab_size=draft_vocab_size)
+    if kind == "mtp":
+        return MTPConfig(one, (last + 1,))
+    return DFlashConfig(
+        one, streams, mask_token_id=config.pad_id or 0, block_size=num_draft_tokens + 1,
+        draft_vocab_size=draft_vocab_size,
+    )  # fmt: skip
+
+
+def params_for(config: HeadConfig, target: LanguageModel, *, ids: Any = None, seed: int = 0) -> PyTree:
+    """Weights to start from: the target's last layer, final norm and projection where the head has their like.
+
+    Medusa heads start as in their paper: blocks that do nothing yet, before the target's projection.
+
+    Args:
+      config: of the head; its layers must have the target's sizes.
+      target: its params are unrolled or stacked.
+      ids: [M] target ids of a reduced vocabulary, ascending; not looked at without one.
+      seed: of what stays random.
+
+    Raises:
+      ValueError: a reduced vocabulary without ids.
+    """
+    rngs = nnx.Rngs(seed)
+    if not getattr(config, "draft_vocab_size", 0):
+        ids = None
+    if isinstance(config, MedusaConfig):
+        return medusa.fresh_params(config, target, rngs=rngs)
+    if isinstance(config, MTPConfig):
+        return _mtp(mtp.fresh_params(config, rngs=rngs), target)
+    if ids is None and config.draft_vocab_size:
+        raise ValueError(f"draft_vocab_size={config.draft_vocab_size}: give ids, which tokens these are")
+    if isinstance(config, EagleConfig):
+        return _eagle(config, eagle.fresh_params(config, rngs=rngs), target, ids)
+    return _dflash(config, dflash.fresh_params(config, ids=ids, rngs=rngs), target)
+
+
+def last_layer(target: LanguageModel) -> dict[str, Array]:
+    """The target's last layer."""
+    layers = target.params["layers"]
+    if "qkv" in layers:  # stacked
+        return jax.tree.map(operator.itemgetter(-1), layers)
+    return layers[max(layers)]
+
+
+def _like(params: dict[str, Any], source: dict[str, Any]) -> dict[str, Any]:
+    """``params`` with the weights of ``source`` that have the same name and shape."""
+    return {
+        name: jnp.array(source[name], leaf.dtype) if getattr(source.get(name), "shape", None) == leaf.shape else leaf
+        for name, leaf in params.items()
+    }
+
+
+def _columns(target: LanguageModel, ids: Any) -> Array:
+    weight = target.params.get("head", target.params["embedding"])
+    return jnp.array(weight if ids is None else weight[:, np.asarray(ids)], jnp.float32)
+
+
+def _pass_last(fc: Array, size: int) -> Array:
+    """[F E, E]: the last of the streams goes through, the others not yet."""
+    return jnp.zeros_like(fc).at[-size:].set(jnp.eye(size, dtype=fc.dtype))
+
+
+def _eagle(config: EagleConfig, params: PyTree, target: LanguageModel, ids: Any) -> PyTree:
+    size, source = config.layers.hidden_size, last_layer(target)
+    first = _like(params["layers"][0], source)
+    if config.version == 3:  # attention reads [embedding, hidden]
+        qkv = jnp.concatenate([first["qkv"][:size], jnp.asarray(source["qkv"], first["qkv"].dtype)])
+        first |= {"qkv": qkv, "hidden_norm": jnp.array(source["input_norm"], qkv.dtype)}
+        first["input_norm"] = jnp.ones_like(first["input_norm"])
+        params = {**params, "norm": jnp.array(target.params["final_norm"], qkv.dtype), "head": _columns(target, ids)}
+    params = {**params, "layers": {**params["layers"], 0: first}, "fc": _pass_last(params["fc"], size)}
+    return params if not config.draft_vocab_size else {**params, "ids": jnp.asarray(ids, jnp.int32)}
+
+
+def _mtp(params: PyTree, target: LanguageModel) -> PyTree:
+    modules = {}
+    for index, module in params["modules"].items():
+        size = module["norm"].shape[0]
+        modules[index] = {
+            **module, "layer": _like(module["layer"], last_layer(target)),
+            "projection": module["projection"].at[size:].set(jnp.eye(size, dtype=module["projection"].dtype)),
+            "norm": jnp.array(target.params["final_norm"], module["norm"].dtype),
+        }  # fmt: skip
+    return {**params, "modules": modules}
+
+
+def _dflash(config: DFlashConfig, params: PyTree, target: LanguageModel) -> PyTree:
+    source = last_layer(target)
+    made = {
+        **params, "layers": {index: _like(layer, source) for index, layer in params["layers"].items()},
+        "fc": _pass_last(params["fc"], config.layers.hidden_size),
+        "hidden_norm": jnp.array(source["input_norm"], params["fc"].dtype),
+        "norm": jnp.array(target.params["final_norm"], params["fc"].dtype),
+    }  # fmt: skip
+    return made if not config.draft_vocab_size else {**made, "head": _columns(target, params["ids"])}
