@@ -79,10 +79,14 @@ class Head(nnx.Module):
         self.blocks = nnx.List(blocks)
         self.projection = None if projection is None else nnx.Param(projection)
 
-    def __call__(self, x: Array, shared: Any) -> Array:
+    def trunk(self, x: Array) -> Array:
+        """What the projection reads."""
         for block in self.blocks:
             x = block(x)
-        return linear(x, shared if self.projection is None else self.projection)
+        return x
+
+    def __call__(self, x: Array, shared: Any) -> Array:
+        return linear(self.trunk(x), shared if self.projection is None else self.projection)
 
 
 class Medusa(nnx.Module):
@@ -106,6 +110,9 @@ class Medusa(nnx.Module):
     def __call__(self, hidden: Array, shared: Any = None, count: int | None = None) -> Array:
         """hidden [B, T, E] -> logits [B, T, K, V] of the first ``count`` heads (None: all); ``shared`` [E, V]."""
         heads: Any = self.heads
+        if self.config.shared:  # one product for all heads: the projection is read once
+            rows = jnp.stack([head.trunk(hidden) for head in list(heads)[:count]], axis=2)
+            return linear(rows, shared)
         return jnp.stack([head(hidden, shared) for head in list(heads)[:count]], axis=2)
 
 

@@ -9,6 +9,7 @@ from the token above: from the context and strict ancestors, never from the toke
 a drawn token's own probability biases the text.
 """
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -194,16 +195,22 @@ def _static(parents: tuple[int, ...], laws: Laws, text: Text) -> Proposal:
     for level, nodes in enumerate(topology.levels(parents)):
         # Without a Markov term all nodes of a level have the same children, whatever their tokens.
         above = [-1] if known else sorted({parents[node] for node in nodes})
-        standing = jnp.stack([root[0] if node < 0 else tokens[node] for node in above], axis=1)
-        logits, sure = below(laws, jnp.full(batch, level, jnp.int32), standing)
-        top = _tokens(laws, lax.top_k(logits, int(ranks[nodes].max()) + 1)[1])
+        standing = jnp.stack([root[0] if node < 0 else tokens[node] for node in above])
+        top, sure = lax.map(functools.partial(_children, laws, level, int(ranks[nodes].max()) + 1), standing)
         for node in nodes:
             place = 0 if known else above.index(parents[node])
-            tokens[node] = top[:, place, ranks[node]]
-            valid[node] = (root[1] if parents[node] < 0 else valid[parents[node]]) & sure[:, place]
+            tokens[node] = top[place, :, ranks[node]]
+            valid[node] = (root[1] if parents[node] < 0 else valid[parents[node]]) & sure[place]
     line = parents == tuple(range(-1, len(parents) - 1))
     topo: Any = None if line else np.asarray(parents, np.int32)
     return Proposal(jnp.stack(tokens, axis=1), None, topo, jnp.stack(valid, axis=1))
+
+
+def _children(laws: Laws, level: int, count: int, above: Array) -> tuple[Array, Array]:
+    """The ``count`` likeliest tokens [B, count] below tokens [B] of a level, and whether the path may go on [B]. One
+    parent at a time: laws over the vocabulary for all of them at once would be large."""
+    logits, sure = below(laws, jnp.full(above.shape, level, jnp.int32), above[:, None])
+    return _tokens(laws, lax.top_k(logits[:, 0], count)[1]), sure[:, 0]
 
 
 def _dynamic(spec: topology.Dynamic, laws: Laws, text: Text, n: int) -> Proposal:

@@ -8,10 +8,18 @@ from flax import nnx
 
 import specjax
 from specjax import loop
-from specjax.drafters.medusa import MEDUSA_CHOICES, Medusa, MedusaConfig, blockwise, fresh_params, medusa
+from specjax.drafters.medusa import (
+    MEDUSA_CHOICES,
+    Medusa,
+    MedusaConfig,
+    abstract_params,
+    blockwise,
+    fresh_params,
+    medusa,
+)
 from tests.drafters import parallel_world as world
 from tests.drafters.parallel_world import DYNAMIC, HIDDEN, LAYERS, TREE, proposal_of
-from tests.small import PROMPTS, V, begin, dictated
+from tests.small import PROMPTS, V, begin, dictated, padded
 
 HEADS = MedusaConfig(HIDDEN, 3, num_heads=3)
 SMALL = MedusaConfig(HIDDEN, V, num_heads=3, num_layers=2)
@@ -188,6 +196,20 @@ def test_the_published_tree_fits_four_heads():
     assert drafter.num_draft_tokens == 63 and specjax.tree.ranks(parents).max() == 9
     with pytest.raises(ValueError, match=r"tree is 4 levels deep, but there are 3 heads"):
         heads(SMALL, world.small_target(), tree=parents)
+
+
+def test_a_large_tree_builds_no_law_per_node():
+    """63 nodes over 49,152 tokens: the laws of four heads, not [B, N, V]."""
+    vocab, batch = 49_152, 1
+    config = MedusaConfig(HIDDEN, vocab, num_heads=4)
+    model = world.target().model._replace(vocab_size=vocab)
+    embedding = jax.ShapeDtypeStruct((HIDDEN, vocab), jnp.float32)
+    lm = world.target()._replace(model=model, params={"embedding": embedding})
+    drafter = medusa(config, abstract_params(config), lm, tree=specjax.tree.choices(MEDUSA_CHOICES))
+    text = padded([[1, 2]])
+    args = drafter.params, specjax.row_keys([0]), jnp.zeros((batch, HIDDEN)), text, specjax.make_sampling(1, vocab)
+    memory = world.draft.lower(drafter.draft, 63, *args).compile().memory_analysis()
+    assert memory.temp_size_in_bytes < 63 * vocab * 4 / 3
 
 
 def test_fresh_heads_with_a_target_repeat_its_own_prediction():
