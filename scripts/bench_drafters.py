@@ -83,7 +83,7 @@ def make(name: str, lm, nodes: int, tables):
         from specjax import drafters
 
         return factory(drafters.ngram(nodes), drafters.recycling(lm, nodes, tables))
-    return factory(num_draft_tokens=nodes)
+    return factory() if kind == "lookahead" else factory(num_draft_tokens=nodes)  # lookahead: a width of its own
 
 
 def sampling(args: argparse.Namespace, temperature: float) -> dict:
@@ -196,12 +196,16 @@ def main() -> None:
                 options = sampling(args, temperature)
                 tau, said = tau_by_category(lm, prompts, drafter, args.batch, f"{name} N={nodes}", **options)
                 differing = sum(a != b for a, b in zip(said, texts.setdefault(temperature, said)))
-                row = {"source": name, "temperature": temperature, "nodes": nodes, "tau": tau}
+                row = {"source": name, "temperature": temperature, "nodes": drafter.num_draft_tokens, "tau": tau}
                 if args.wall:
                     row["wall"] = ratio(lm, other, prompts, drafter, args, **options)
                 rows.append(row)
                 note = f" ({differing} texts part from those of the first source, at near ties)" if differing else ""
-                print(f"{name} T={temperature:g} N={nodes}: {statistics.mean(tau.values()):.2f}{note}", file=sys.stderr)
+                each = ", ".join(f"{category} {value:.2f}" for category, value in tau.items())
+                print(
+                    f"{name} T={temperature:g} N={nodes}: tau {statistics.mean(tau.values()):.2f} ({each}){note}",
+                    file=sys.stderr, flush=True,
+                )  # fmt: skip
     print_table(rows, categories, args, len(prompts))
 
 
