@@ -58,18 +58,17 @@ def test_greedy_text_is_that_of_plain_decoding(begins):
 
 def test_the_target_itself_under_other_ids_is_always_right():
     """Where a text has one spelling only: what it reads, its positions and its cache over rounds are right."""
-    model, params = hash_lm(HashConfig(len(SINGLE)), 3)
+    model, params = hash_lm(HashConfig(len(SINGLE)), 5)  # says different things
     banned = {"banned_tokens": [0, 1]}
     theirs = LanguageModel(model, params, Text(SINGLE))
-    order = np.array([4, 7, 1, 0, 3, 8, 2, 6, 5])
-    embed, head = params["embed"][order], params["head"][:, order]
-    head = head.at[:, [2, 3]].set(0.0)
-    draft = LanguageModel(model, {**params, "embed": embed, "head": head}, Text([SINGLE[i] for i in order]))
+    order = np.array([4, 7, 3, 8, 2, 6, 5])  # no control tokens
+    same = {**params, "embed": params["embed"][order], "head": params["head"][:, order]}
+    draft = LanguageModel(hash_lm(HashConfig(len(order)))[0], same, Text([SINGLE[i] for i in order]))
     prompts = [theirs.tokenizer.encode(text) for text in ("abc", "f", "ab cd", "eeee")]
     drafter = drafters.retokenize(draft, theirs, 3)
     out = specjax.generate(theirs, prompts, drafter=drafter, max_new_tokens=24, **banned)
     assert out.tokens == specjax.generate(theirs, prompts, max_new_tokens=24, **banned).tokens
-    assert out.stats.alpha > 0.9 and out.stats.accepted > 60
+    assert out.stats.alpha == 1.0 and min(len({*row}) for row in out.tokens) > 2
 
 
 def test_a_draft_token_may_be_several_target_tokens():
