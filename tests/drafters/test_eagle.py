@@ -113,6 +113,20 @@ def test_dynamic_tree_keeps_the_likeliest_nodes():
         assert (proposal.parents[row] < np.arange(6)).all() and proposal.valid[row].all()
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("shape", ["chain", "tree", "dynamic"])
+def test_a_round_may_ask_for_fewer_nodes(shape):
+    """The first ones of a chain or a static tree; the likeliest of a dynamic one."""
+    lm = world.small_target()
+    drafter, _ = made(CONFIGS["EAGLE-3"], **FORMS[shape])
+    state = begin(lm, TEXTS, drafter)
+    whole, part = proposal_of(drafter, state), proposal_of(drafter, state, n=2)
+    assert part.tokens.shape == part.valid.shape == (2, 2)
+    for row in range(2):
+        assert set(paths(part, row)) <= set(paths(whole, row))
+        assert shape == "dynamic" or paths(part, row) == paths(whole, row)[:2]
+
+
 @pytest.mark.parametrize("shape", ["dynamic", pytest.param("chain", marks=pytest.mark.full)])
 def test_case_44_the_draft_cache_holds_true_features_after_every_round(shape):
     """Chunked prefill of ragged prompts, then rounds that keep some drafts: as one pass over the target's features."""
@@ -161,7 +175,7 @@ def following(start, count):
 
 
 @pytest.mark.parametrize("how", [
-    {},
+    {"num_draft_tokens": 3},
     *[pytest.param({"tree": tree}, marks=pytest.mark.full) for tree in (specjax.tree.Dynamic(3, 2, 3), (-1, 0, 1, -1))],
 ])  # fmt: skip
 def test_case_103_draft_one_is_a_function_of_the_pending_token(how):
@@ -173,7 +187,7 @@ def test_case_103_draft_one_is_a_function_of_the_pending_token(how):
     params["head"] = 20 * jax.nn.one_hot(jnp.asarray(NEXT), V)
     text = following(2, 32)
     lm = world.telling_target(dictated(text, V, 32, sharpness=50.0), V)
-    drafter = eagle(config, params, lm, **({"num_draft_tokens": 3} | how))
+    drafter = eagle(config, params, lm, **how)
     out = specjax.generate(lm, [text[:2], text[:5]], drafter=drafter, max_new_tokens=16, eos_ids=[])
     assert out.tokens == [text[2:18], text[5:21]]
     assert out.stats.rounds == 2 * 4 and out.stats.tau == 4
