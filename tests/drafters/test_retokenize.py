@@ -7,7 +7,7 @@ import pytest
 
 import specjax
 from specjax import LanguageModel, drafters
-from specjax.drafters.retokenize import _suffix, _Writer
+from specjax.drafters.retokenize import _continue, _read, _suffix, _Writer
 from tests.doubles import hash_lm
 from tests.drafters.test_translate import OTHER, SPACED, Toy
 from tests.oracle.hashlm import HashConfig
@@ -98,6 +98,17 @@ def test_what_was_read_before_changes_nothing():
         assert (rows[0] != half or expected[0] == []) and (rows[1] is not None or expected[1] == [])
         said += expected
     assert sum(len(ids) > 1 for ids in said) > 10
+
+
+def test_equal_models_compile_once():
+    """Writers come and go with every generation; their programs stay."""
+    rows = [lm().tokenizer.encode(text) for text in ("ab a", "  b\n", "dcab " * 12)]
+
+    def programs():
+        writer(model_of(OTHER, 1), lm())(rows)
+        return _read._cache_size(), _continue._cache_size()
+
+    assert programs() == programs()
 
 
 def test_caches_grow_and_a_full_context_ends_drafting():
