@@ -5,14 +5,15 @@ import dataclasses
 
 HEADS = ("eagle", "medusa", "mtp", "dflash")
 LOOKUPS = ("ngram", "suffix", "recycling", "lookahead")
-SOURCES = (*LOOKUPS, "cascade", "model", "translate", *HEADS, "none")
+MODELS = ("model", "translate", "retokenize")
+SOURCES = (*LOOKUPS, "cascade", *MODELS, *HEADS, "none")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("draft source")
     group.add_argument("--drafter", default="ngram", choices=SOURCES)
     group.add_argument("--num-draft-tokens", type=int, default=None, help="draft tokens (nodes of a tree) per round")
-    group.add_argument("--draft-model", help="for model and translate: name, GGUF file or directory")
+    group.add_argument("--draft-model", help=f"for {', '.join(MODELS)}: name, GGUF file or directory")
     group.add_argument("--coupled", action="store_true", help="for models and heads: draft with the target's noise")
     group.add_argument(
         "--draft-checkpoint", metavar="DIR",
@@ -26,15 +27,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def refusals(args: argparse.Namespace) -> list[tuple[bool, str]]:
     """Options that contradict each other, with what to say."""
-    kind, models, heads = args.drafter, ("model", "translate"), (*HEADS, "cascade")
+    kind, heads = args.drafter, (*HEADS, "cascade")
     return [
-        ((kind in models) != bool(args.draft_model), "--drafter model or translate and --draft-model go together"),
+        ((kind in MODELS) != bool(args.draft_model), f"--draft-model and --drafter {', '.join(MODELS)} go together"),
         (kind in HEADS and not args.draft_checkpoint, f"--drafter {kind} needs --draft-checkpoint DIR, or random"),
         (bool(args.draft_checkpoint) and kind not in heads, f"--draft-checkpoint needs --drafter {', '.join(heads)}"),
         (kind == "cascade" and args.draft_checkpoint == "random", "--drafter cascade needs a trained head, or none"),
         (bool(args.tables) and kind not in ("recycling", "cascade"), "--tables needs --drafter recycling or cascade"),
         (bool(args.tables) and bool(args.draft_checkpoint), "--tables and --draft-checkpoint: give one of them"),
-        (args.coupled and kind not in (*models, *HEADS), "--coupled needs a drafter that draws: a model or a head"),
+        (args.coupled and kind not in (*MODELS[:2], *HEADS), "--coupled needs a drafter that draws: a model or a head"),
         (args.coupled and bool(args.tree), "--coupled draws a chain: leave out --tree"),
         (bool(args.tree) and kind not in HEADS, f"--tree needs --drafter {', '.join(HEADS)}"),
         (bool(args.tree) and args.num_draft_tokens is not None, "--tree has its own number of nodes: leave out "
@@ -86,8 +87,10 @@ def build(args: argparse.Namespace, lm):
             else:
                 last = drafters.recycling(lm, tables=tables, **number)
             return drafters.cascade(drafters.suffix(last.num_draft_tokens, min_match=3), last)
-        case "model" | "translate":
+        case "model" | "translate" | "retokenize":
             small = specjax.load(args.draft_model, dtype="float32")  # one-row steps: see docs/decisions.md
+            if args.drafter == "retokenize":
+                return drafters.retokenize(small, lm, **number)
             return getattr(drafters, args.drafter)(small, lm, coupled=args.coupled, **number)
     options = number | {"tree": parse_tree(args.tree), "coupled": args.coupled}
     if args.draft_checkpoint == "random":
@@ -97,19 +100,23 @@ def build(args: argparse.Namespace, lm):
 
 def untrained(kind: str, lm, **options):
     """A head with random weights: it shows that the text does not depend on the drafter, and drafts nothing useful."""
-    from specjax.drafters import dflash, eagle, medusa, mtp
+    from specjax.drafters import DFlashConfig, EagleConfig, MedusaConfig, MTPConfig, dflash, eagle, medusa, mtp
+    from specjax.drafters.dflash import fresh_params as fresh_dflash
+    from specjax.drafters.eagle import fresh_params as fresh_eagle
+    from specjax.drafters.medusa import fresh_params as fresh_medusa
+    from specjax.drafters.mtp import fresh_params as fresh_mtp
 
     count, one = lm.config.num_layers, dataclasses.replace(lm.config, num_layers=1)
     if kind == "eagle":
-        config = eagle.EagleConfig(one, feature_layers=(min(2, count), count // 2, count))
-        params = eagle.fresh_params(config)
+        config = EagleConfig(one, feature_layers=(min(2, count), count // 2, count))
+        params = fresh_eagle(config)
         params.setdefault("head", lm.params.get("head", lm.params["embedding"]))
-        return eagle.eagle(config, params, lm, **options)
+        return eagle(config, params, lm, **options)
     if kind == "medusa":
-        config = medusa.MedusaConfig(lm.config.hidden_size, lm.model.vocab_size, shared=True)
-        return medusa.medusa(config, medusa.fresh_params(config), lm, **options)
+        config = MedusaConfig(lm.config.hidden_size, lm.model.vocab_size, shared=True)
+        return medusa(config, fresh_medusa(config), lm, **options)
     if kind == "mtp":
-        config = mtp.MTPConfig(one, feature_layers=(count + 1,))
-        return mtp.mtp(config, mtp.fresh_params(config), lm, **options)
-    config = dflash.DFlashConfig(one, feature_layers=(min(2, count), count // 2), mask_token_id=0)
-    return dflash.dflash(config, dflash.fresh_params(config), lm, **options)
+        config = MTPConfig(one, feature_layers=(count + 1,))
+        return mtp(config, fresh_mtp(config), lm, **options)
+    config = DFlashConfig(one, feature_layers=(min(2, count), count // 2), mask_token_id=0)
+    return dflash(config, fresh_dflash(config), lm, **options)

@@ -21,11 +21,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax.drafters import dflash, eagle, medusa, mtp, recurrent
-from specjax.drafters.dflash import DFlashConfig
-from specjax.drafters.eagle import EagleConfig
-from specjax.drafters.medusa import MedusaConfig
-from specjax.drafters.mtp import MTPConfig
+from specjax.drafters import recurrent
+from specjax.drafters.dflash import DFlash, DFlashConfig, dflash
+from specjax.drafters.eagle import EagleConfig, eagle
+from specjax.drafters.eagle import head_of as eagle_head
+from specjax.drafters.medusa import MedusaConfig, medusa
+from specjax.drafters.medusa import graph as medusa_graph
+from specjax.drafters.mtp import MTPConfig, mtp
+from specjax.drafters.mtp import head_of as mtp_head
 from specjax.models.attention import Reach
 from specjax.models.language_model import LanguageModel
 from specjax.models.llama import Window, lookup, rms_norm
@@ -61,7 +64,7 @@ def drafter(config: HeadConfig, params: PyTree, target: LanguageModel, **options
     Raises:
       ValueError: no configuration of a head; what the factory refuses.
     """
-    factories = {MedusaConfig: medusa.medusa, EagleConfig: eagle.eagle, MTPConfig: mtp.mtp, DFlashConfig: dflash.dflash}
+    factories = {MedusaConfig: medusa, EagleConfig: eagle, MTPConfig: mtp, DFlashConfig: dflash}
     if type(config) not in factories:
         raise ValueError(f"config={show(config)}: give the configuration of a head")
     return factories[type(config)](config, params, target, **options)
@@ -86,7 +89,7 @@ def laws(
     """The head's logits, one entry per depth.
 
     Args:
-      config, params: the head, as its factory takes it (`specjax.drafters.eagle.eagle`, ..).
+      config, params: the head, as its factory takes it (`specjax.drafters.eagle`, ..).
       weights: the target's params; embedding and projection are read from it where the head shares them. Gradients
         do not flow into it.
       tokens: [B, T] int32, texts from position 0.
@@ -108,12 +111,12 @@ def laws(
         own = {**{name: _weight(weights, name) for name in shared}, **own}
         own = {"weights": own, "ids": ids(params)}
         depth = _depth(3 if depth is None else depth, recurrent.ANY_DEPTH)
-        return _recurrent(eagle.head_of(config), own, tokens, features, depth)
+        return _recurrent(eagle_head(config), own, tokens, features, depth)
     if isinstance(config, MTPConfig):
         limit = config.num_modules if config.num_modules > 1 else recurrent.ANY_DEPTH
         depth = _depth(min(3, limit) if depth is None else depth, limit)
         own = {**{name: _weight(weights, name) for name in ("embedding", "head")}, **params}
-        return _recurrent(mtp.head_of(config), own, tokens, features, depth)
+        return _recurrent(mtp_head(config), own, tokens, features, depth)
     if isinstance(config, DFlashConfig):
         anchors = np.arange(1, width) if anchors is None else anchors
         return _dflash(config, params, weights, tokens, features, anchors, _depth(depth, config.num_laws))
@@ -136,7 +139,7 @@ def _medusa(config: MedusaConfig, params: PyTree, shared: Array, features: Array
     """Head d at hidden row r, which predicted token r + 1, is about token r + 2 + d: row r + 1 + d."""
     from flax import nnx
 
-    heads: Any = nnx.merge(medusa._graph(config), params).heads
+    heads: Any = nnx.merge(medusa_graph(config), params).heads
     width = features.shape[1]
     return tuple(
         Said(head(features[:, : width - 1 - d], shared), jnp.arange(1 + d, width, dtype=jnp.int32))
@@ -193,7 +196,7 @@ def _dflash(
     """All blocks of a text in one window behind its context: a block sees the features before its anchor and itself."""
     if config.confidence:
         raise ValueError("confidence=True: the confidence head is not trained yet; make the head without one")
-    net, sizes, (batch, width), block = dflash.DFlash(config, params), config.layers, tokens.shape, config.block_size
+    net, sizes, (batch, width), block = DFlash(config, params), config.layers, tokens.shape, config.block_size
     anchors = jnp.asarray(anchors, jnp.int32)
     count = anchors.shape[0]
     everywhere = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32)[None], tokens.shape)

@@ -13,11 +13,14 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from specjax.drafters import dflash, eagle, medusa, mtp
 from specjax.drafters.dflash import DFlashConfig
+from specjax.drafters.dflash import fresh_params as fresh_dflash
 from specjax.drafters.eagle import EagleConfig
+from specjax.drafters.eagle import fresh_params as fresh_eagle
 from specjax.drafters.medusa import MedusaConfig
+from specjax.drafters.medusa import fresh_params as fresh_medusa
 from specjax.drafters.mtp import MTPConfig
+from specjax.drafters.mtp import fresh_params as fresh_mtp
 from specjax.models.language_model import LanguageModel
 from specjax.static import show
 from specjax.train.heads import HeadConfig
@@ -76,14 +79,14 @@ def params_for(config: HeadConfig, target: LanguageModel, *, ids: Any = None, se
     if not getattr(config, "draft_vocab_size", 0):
         ids = None
     if isinstance(config, MedusaConfig):
-        return medusa.fresh_params(config, target, rngs=rngs)
+        return fresh_medusa(config, target, rngs=rngs)
     if isinstance(config, MTPConfig):
-        return _mtp(mtp.fresh_params(config, rngs=rngs), target)
+        return _mtp(fresh_mtp(config, rngs=rngs), target)
     if ids is None and config.draft_vocab_size:
         raise ValueError(f"draft_vocab_size={config.draft_vocab_size}: give ids, which tokens these are")
     if isinstance(config, EagleConfig):
-        return _eagle(config, eagle.fresh_params(config, rngs=rngs), target, ids)
-    return _dflash(config, dflash.fresh_params(config, ids=ids, rngs=rngs), target)
+        return _eagle(config, fresh_eagle(config, rngs=rngs), target, ids)
+    return _dflash(config, fresh_dflash(config, ids=ids, rngs=rngs), target)
 
 
 def last_layer(target: LanguageModel) -> dict[str, Array]:

@@ -206,12 +206,13 @@ def _draft(
     config: MedusaConfig, form: parallel.Form, params: _Params, keys: Array, state: Array, text: Text,
     sampling: Sampling, n: int,
 ) -> tuple[Proposal, Array]:  # fmt: skip
-    heads: Any = nnx.merge(_graph(config), params.heads)
+    heads: Any = nnx.merge(graph(config), params.heads)
     logits = heads(state[:, None], params.shared, min(form.depth, n))[:, 0]
     laws = parallel.Laws(logits)
     return parallel.propose(form, laws, keys, text, sampling, config.vocab_size, n), state
 
 
 @functools.cache
-def _graph(config: MedusaConfig) -> Any:
+def graph(config: MedusaConfig) -> Any:
+    """What ``nnx.merge(graph(config), params)`` needs to make the module of weights."""
     return nnx.split(nnx.eval_shape(lambda: Medusa(config)))[0]
