@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+import specjax
+
 SCRIPTS = Path(__file__).resolve().parent.parent / "scripts"
 
 
@@ -15,7 +17,7 @@ def script():
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(SCRIPTS))
         yield importlib.import_module("generate")
-    for name in ("generate", "generate_options"):
+    for name in ("generate", "generate_options", "draft_sources"):
         sys.modules.pop(name)
 
 
@@ -29,6 +31,16 @@ def script():
         ("hi --coupled", "--coupled"),
         ("hi --drafter none --num-draft-tokens 3", "--num-draft-tokens"),
         ("hi --drafter none --compare", "--compare"),
+        ("hi --drafter eagle", "--draft-checkpoint"),
+        ("hi --draft-checkpoint x", "--drafter"),
+        ("hi --drafter cascade --draft-checkpoint random", "trained"),
+        ("hi --tables x", "--tables"),
+        ("hi --drafter cascade --tables x --draft-checkpoint y", "one of them"),
+        ("hi --tree 2,1", "--tree"),
+        ("hi --drafter medusa --draft-checkpoint random --tree 2 --coupled", "--tree"),
+        ("hi --drafter medusa --draft-checkpoint random --tree 2 --num-draft-tokens 2", "number of nodes"),
+        ("hi --drafter lookahead --num-draft-tokens 2", "lookahead"),
+        ("hi --drafter recycling --coupled", "--coupled"),
         ("hi --compare --max-new-tokens 0", "--max-new-tokens"),
         ("hi -n 0", "-n must"),
         ("hi -n 2 --compare", "-n"),
@@ -63,10 +75,36 @@ def test_numbers_out_of_range_are_refused_before_loading(script, line, name):
 
 
 def test_draft_tokens_default_and_given(script):
-    assert script.build_drafter(script.parse(["hi"]), None).num_draft_tokens == 7
-    assert script.build_drafter(script.parse(["hi", "--num-draft-tokens", "3"]), None).num_draft_tokens == 3
+    build = script.draft_sources.build
+    assert build(script.parse(["hi"]), None).num_draft_tokens == 7
+    assert build(script.parse(["hi", "--num-draft-tokens", "3"]), None).num_draft_tokens == 3
     with pytest.raises(ValueError, match="num_draft_tokens"):
-        script.build_drafter(script.parse(["hi", "--num-draft-tokens", "0"]), None)
+        build(script.parse(["hi", "--num-draft-tokens", "0"]), None)
+
+
+@pytest.mark.parametrize("text", ["0", "2,x", "dynamic:3,2", "dynamic:", "2,,1", ""])
+def test_trees_that_are_none_are_refused_before_loading(script, text):
+    with pytest.raises(ValueError, match="--tree"):
+        script.check_ranges(script.parse(f"hi --drafter medusa --draft-checkpoint random --tree {text}".split(" ")))
+
+
+TINY = Path(__file__).parent / "data" / "tiny_models" / "llama_tied_sharded"
+LINES = [
+    "ngram", "suffix", "recycling", "lookahead", "cascade", f"model --draft-model {TINY}",
+    "eagle --draft-checkpoint random", "mtp --draft-checkpoint random --tree 2,1",
+    "medusa --draft-checkpoint random --tree dynamic:4,2,3", "dflash --draft-checkpoint random",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("line", [LINES[2], *(pytest.param(line, marks=pytest.mark.full) for line in LINES)])
+def test_every_draft_source_runs_by_name_and_says_what_plain_decoding_says(script, line):
+    """On a tiny model whose logits are far apart; untrained heads draft nonsense."""
+    lm = specjax.load(TINY)
+    drafter = script.draft_sources.build(script.parse(["hi", "--drafter", *line.split()]), lm)
+    prompts = [[5, 9, 7, 5, 9], [11, 3]]
+    plain = specjax.generate(lm, prompts, max_new_tokens=12, eos_ids=[])
+    out = specjax.generate(lm, prompts, max_new_tokens=12, eos_ids=[], drafter=drafter)
+    assert out.tokens == plain.tokens
 
 
 def test_prompts_come_from_arguments_then_file_then_demo(script, tmp_path, monkeypatch):
