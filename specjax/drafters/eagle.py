@@ -38,7 +38,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from specjax import cache as kv
-from specjax.drafters import parallel, recurrent
+from specjax.drafters import fit, parallel, recurrent
 from specjax.models import llama_params
 from specjax.models.attention import Reach
 from specjax.models.config import LlamaConfig
@@ -266,20 +266,20 @@ def eagle(
     if not isinstance(config, EagleConfig):
         raise ValueError(f"config={show(config)}: give an EagleConfig")
     what, sizes = f"the EAGLE-{config.version} head", config.layers
-    recurrent.check_target(
+    fit.check_target(
         what, target, vocab_size=sizes.vocab_size, hidden_size=config.target_hidden_size,
         feature_layers=config.feature_layers,
     )  # fmt: skip
     params = dict(params)
     for name in ("embedding", "head") if config.version == 1 else ("embedding",):
         if name not in params:
-            params[name] = recurrent.target_weight(what, target, name)
+            params[name] = fit.target_weight(what, target, name)
     parallel.check_params("EAGLE", params, abstract_params(config))
     ids = params.pop("ids", None)
     if ids is not None:
-        recurrent.check_ids(what, ids, config.draft_vocab_size, sizes.vocab_size)
+        fit.check_ids(what, ids, config.draft_vocab_size, sizes.vocab_size)
         ids = jnp.asarray(ids, jnp.int32)
-    recurrent.check_context(what, sizes.max_position_embeddings, target, max_length)
+    fit.check_context(what, sizes.max_position_embeddings, target, max_length)
     return recurrent.drafter(
         head_of(config), {"weights": params, "ids": ids}, feature_layers=config.feature_layers,
         num_draft_tokens=num_draft_tokens, tree=tree, coupled=coupled, context_length=sizes.max_position_embeddings,

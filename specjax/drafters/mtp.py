@@ -32,7 +32,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from specjax import cache as kv
-from specjax.drafters import parallel, recurrent
+from specjax.drafters import fit, parallel, recurrent
 from specjax.models import llama_params
 from specjax.models.attention import Reach
 from specjax.models.config import LlamaConfig
@@ -173,15 +173,15 @@ def mtp(
     if not isinstance(config, MTPConfig):
         raise ValueError(f"config={show(config)}: give an MTPConfig")
     what, sizes = "the MTP head", config.layers
-    recurrent.check_target(
+    fit.check_target(
         what, target, vocab_size=sizes.vocab_size, hidden_size=sizes.hidden_size, feature_layers=config.feature_layers
     )
     params = dict(params)
     for name in ("embedding", "head"):
         if name not in params:
-            params[name] = recurrent.target_weight(what, target, name)
+            params[name] = fit.target_weight(what, target, name)
     parallel.check_params("MTP", params, abstract_params(config))
-    recurrent.check_context(what, sizes.max_position_embeddings, target, max_length)
+    fit.check_context(what, sizes.max_position_embeddings, target, max_length)
     return recurrent.drafter(
         head_of(config), params, feature_layers=config.feature_layers, num_draft_tokens=num_draft_tokens, tree=tree,
         coupled=coupled, context_length=sizes.max_position_embeddings,
