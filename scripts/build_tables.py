@@ -15,11 +15,11 @@ import functools
 import json
 import pathlib
 import sys
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from tqdm import tqdm
 
 TEMPERATURES = (0.0, 0.7, 1.0)
 TOP = 8  # likeliest next tokens that are kept of every law
@@ -74,7 +74,7 @@ def user_turns(lm, args: argparse.Namespace, shard: int) -> list[str]:
         lm, [opening(lm)] * args.batch, temperature=1.0, top_p=0.95, max_new_tokens=args.max_user_tokens,
         seed=[args.seed + i for i in range(first, first + args.batch)],
     )  # fmt: skip
-    return [text.strip() or "Hello" for text in out.texts]
+    return [text.strip() or "Hello" for text in out.texts or []]
 
 
 def conversations(lm, args: argparse.Namespace, shard: int) -> list[list[int]]:
@@ -100,7 +100,7 @@ def top_laws(model, params, tokens):
     return ids, jnp.exp(top - jax.scipy.special.logsumexp(logits, axis=-1, keepdims=True))
 
 
-def read_laws(lm, texts: list[list[int]], skipped: int) -> dict[str, np.ndarray]:
+def read_laws(lm, texts: list[list[int]], skipped: int) -> dict[str, Any]:
     """A shard: texts end to end, with the law after every token; 0 for those of the opening, which never changes."""
     ids, probs = [], []
     width = -(-max(map(len, texts)) // 128) * 128
@@ -131,6 +131,14 @@ def stored_texts(paths: list[pathlib.Path]):
             yield tuple(shard[name][start:end] for name in ("tokens", "top_ids", "top_probs"))
 
 
+def progress(numbers: list[int]):
+    try:
+        from tqdm import tqdm
+    except ImportError:
+        sys.exit("tqdm is missing: pip install 'specjax[train]'")
+    return tqdm(numbers, unit="shard")
+
+
 def main() -> None:
     args = parse()
     import specjax
@@ -153,7 +161,7 @@ def main() -> None:
         f"{len(paths)} shards of {args.batch} conversations, {len(missing)} to do; at most {most:,} new tokens and "
         f"{most * (2 + 4 * TOP) / 1e6:.1f} MB each, before compression, in {folder}"
     )
-    for i in tqdm(missing, unit="shard", disable=None):
+    for i in progress(missing):
         shard = read_laws(lm, conversations(lm, args, i), len(opening(lm)) - 1)
         part = paths[i].with_suffix(".part")
         with open(part, "wb") as file:
