@@ -162,15 +162,19 @@ def _match_lengths(longest: int, tokens: Array, size: int, end: Array) -> Array:
     [B, 1]``, at most ``longest``; 0 at and past its last token, which would match itself."""
     edge = jnp.full((tokens.shape[0], 1), SEPARATOR, jnp.int32)
 
-    def compare(back, carry):
-        run, alive, shifted = carry
+    def more(carry):  # matches are short as a rule: a few passes over the pool, not max_match
+        return (carry[0] < longest) & jnp.any(carry[2])
+
+    def compare(carry):
+        back, run, alive, shifted = carry
         at = end - 1 - back
         last = jnp.where(at >= size, jnp.take_along_axis(tokens, jnp.maximum(at, 0), axis=1), NOTHING)
         alive = alive & (shifted == last)
-        return run + alive.astype(jnp.int32), alive, jnp.concatenate([edge, shifted[:, :-1]], axis=1)
+        return back + 1, run + alive.astype(jnp.int32), alive, jnp.concatenate([edge, shifted[:, :-1]], axis=1)
 
     earlier = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None] < end - 1
-    return lax.fori_loop(0, longest, compare, (jnp.zeros(tokens.shape, jnp.int32), earlier, tokens))[0]
+    start = (jnp.int32(0), jnp.zeros(tokens.shape, jnp.int32), earlier, tokens)
+    return lax.while_loop(more, compare, start)[1]
 
 
 def _chain(settings: _Settings, found: _Candidates) -> Proposal:
