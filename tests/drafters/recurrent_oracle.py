@@ -10,6 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from specjax import tree
+from specjax.drafters import recurrent
 from specjax.models import LlamaConfig, llama_params
 from specjax.types import Committed
 from tests.drafters import parallel_world as world
@@ -22,9 +24,9 @@ SMALL = LlamaConfig(3, world.HIDDEN, 12, 1, 2, 1, head_dim=4, max_position_embed
 Logits = Callable[[Sequence[int], np.ndarray, Sequence[int]], np.ndarray]
 
 
-def random_tensors(tree, seed=0):
+def random_tensors(sources, seed=0):
     """Tensors for a tree of `llama_params.Source`, large enough that every part shows in the logits."""
-    rng, shapes = np.random.default_rng(seed), llama_params.shapes_of(tree)
+    rng, shapes = np.random.default_rng(seed), llama_params.shapes_of(sources)
     out = {name: rng.normal(size=shape) * (0.5 if len(shape) > 1 else 0.3) for name, shape in shapes.items()}
     return {name: (1 + x if "norm" in name else x).astype(np.float32) for name, x in out.items()}
 
@@ -176,6 +178,33 @@ def dynamic_paths(logits, num_nodes: int, width: int, depth: int) -> set[tuple[i
         }
         every |= level
     return set(sorted(every, key=lambda path: -every[path])[:num_nodes])
+
+
+# --- nodes fed level by level
+
+NODES, ABOVE = (4, 9, 3, 12, 7, 4, 15), (-1, -1, 0, 0, 1, 2, 4)  # three levels
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _fed(head, params, state):
+    batch, fed, result = state.logits.shape[0], recurrent._root(state), []
+    for level, nodes in enumerate(tree.levels(ABOVE), start=1):
+        tokens, above = (jnp.asarray([[x[node] for node in nodes]] * batch, jnp.int32) for x in (NODES, ABOVE))
+        fed, logits = recurrent._feed(head, params, state, fed, level, tokens, above)
+        result.append(logits)
+    return jnp.concatenate(result, axis=1)
+
+
+def assert_nodes_see_their_ancestors_only(head, drafter, state, logits) -> None:
+    """Cases 82 and 83: what the head says after every node of a tree is what the oracle says of its path as a line.
+
+    ``logits``: per row, path of tokens -> logits.
+    """
+    got, line = np.asarray(_fed(head, drafter.params, state.drafter)), []
+    for node, parent in enumerate(ABOVE):
+        line.append((*(line[parent] if parent >= 0 else ()), NODES[node]))
+    for row, after in enumerate(logits):
+        np.testing.assert_allclose(got[row], [after(path) for path in line], atol=1e-4)
 
 
 # --- what the target said

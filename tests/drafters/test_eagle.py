@@ -11,7 +11,7 @@ from flax import nnx
 import specjax
 from specjax import loop
 from specjax.drafters import recurrent
-from specjax.drafters.eagle import Eagle, EagleConfig, eagle, fresh_params, sources
+from specjax.drafters.eagle import Eagle, EagleConfig, eagle, fresh_params, head_of, sources
 from specjax.models import LlamaConfig, llama_params
 from tests.drafters import parallel_world as world
 from tests.drafters import recurrent_oracle as oracle
@@ -83,9 +83,18 @@ def test_drawn_laws_are_those_of_the_oracle(name):
             assert proposal.tokens[row, depth] in ids_of(config)
 
 
+@pytest.mark.parametrize("name", ["EAGLE-3", pytest.param("EAGLE-1", marks=pytest.mark.full)])
+def test_nodes_of_a_tree_see_their_ancestors_only(name):
+    """Cases 82 and 83."""
+    config, lm = CONFIGS[name], world.small_target()
+    drafter, tensors = made(config)
+    logits = [after(config, tensors, lm, text) for text in TEXTS]
+    oracle.assert_nodes_see_their_ancestors_only(head_of(config), drafter, begin(lm, TEXTS, drafter), logits)
+
+
 @pytest.mark.parametrize("name", ["EAGLE-1", pytest.param("EAGLE-3", marks=pytest.mark.full)])
 def test_static_tree_nodes_are_the_top_tokens_below_their_path(name):
-    """Cases 82 and 83: nodes given depth first; position is depth, and a node sees its own ancestors only."""
+    """Nodes may be given depth first."""
     config, lm = CONFIGS[name], world.small_target()
     parents = [-1, 0, 1, 0, -1, 4, 5, 5, 2]
     drafter, tensors = made(config, tree=parents)
@@ -100,9 +109,9 @@ def test_static_tree_nodes_are_the_top_tokens_below_their_path(name):
 
 
 def test_dynamic_tree_keeps_the_likeliest_nodes():
-    """EAGLE-2 by brute force; more slots are needed than nodes are verified. Parents come first."""
+    """EAGLE-2 by brute force, down to the last level. Parents come first."""
     config, lm = CONFIGS["EAGLE-3"], world.small_target()
-    spec = specjax.tree.Dynamic(6, width=3, depth=4)
+    spec = specjax.tree.Dynamic(24, width=3, depth=4)  # of 30 candidates
     drafter, tensors = made(config, tree=spec)
     state = begin(lm, TEXTS, drafter)
     proposal, ids = proposal_of(drafter, state), ids_of(config)
@@ -110,7 +119,7 @@ def test_dynamic_tree_keeps_the_likeliest_nodes():
         logits = after(config, tensors, lm, text)
         found = oracle.dynamic_paths(lambda path, f=logits: f([ids[c] for c in path]), *spec)
         assert set(paths(proposal, row)) == {tuple(int(ids[c]) for c in path) for path in found}
-        assert (proposal.parents[row] < np.arange(6)).all() and proposal.valid[row].all()
+        assert (proposal.parents[row] < np.arange(24)).all() and proposal.valid[row].all()
 
 
 @pytest.mark.full

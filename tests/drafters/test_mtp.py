@@ -62,8 +62,17 @@ def test_drawn_laws_are_those_of_the_oracle(name):
             np.testing.assert_allclose(proposal.probs[row, depth], expected, atol=1e-5)
 
 
+@pytest.mark.parametrize("name", ["four modules", pytest.param("one module", marks=pytest.mark.full)])
+def test_nodes_of_a_tree_see_their_ancestors_only(name):
+    """Cases 82 and 83: of several modules, one reads, beside the nodes of its own depth, all those above them."""
+    config, lm = CONFIGS[name], world.small_target()
+    drafter, tensors = made(config)
+    logits = [after(config, tensors, lm, text) for text in TEXTS]
+    oracle.assert_nodes_see_their_ancestors_only(head_of(config), drafter, begin(lm, TEXTS, drafter), logits)
+
+
+@pytest.mark.full
 def test_static_tree_of_several_modules_takes_the_top_tokens_below_each_path():
-    """Cases 82 and 83: a module reads, beside the nodes of its own depth, all those above them, and no others."""
     config, lm, parents = CONFIGS["four modules"], world.small_target(), [-1, 0, 1, 0, -1, 4, 5, 2, 3]
     drafter, tensors = made(config, tree=parents)
     proposal = proposal_of(drafter, begin(lm, TEXTS, drafter))
