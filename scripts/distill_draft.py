@@ -40,7 +40,7 @@ def work(args) -> None:
     target = specjax.load(args.target)
 
     # Text: the target's own is what it will be asked to continue, so the head learns from that.
-    data = read(args, target)
+    data, prompts = hold_out(read(args, target), target)
     every = texts.windows(data, args.window)
     learnt = int(every.counts.sum())
     say(f"{len(data.lengths)} texts, {every.tokens.shape[0]} windows of {args.window}, {learnt} tokens to learn; "
@@ -72,7 +72,7 @@ def work(args) -> None:
         save_head(args, config, trained)
 
     # What it is worth.
-    results = compare(args, target, config, {"untrained": untrained, "trained": trained})
+    results = compare(args, target, prompts, config, {"untrained": untrained, "trained": trained})
     ends = {name: [float(column[:10].mean()), float(column[-10:].mean())] for name, column in history.items()}
     say(f"\n{args.student}, {args.steps} steps of {args.batch} x {args.window} tokens in {seconds:.0f} s; "
         + ", ".join(f"{name} {first:.3f} -> {last:.3f}" for name, (first, last) in ends.items()))  # fmt: skip
@@ -114,6 +114,18 @@ def read(args, target):
     if args.data:
         texts.save(args.data, made)
     return made
+
+
+def hold_out(data, target):
+    """Texts to learn from, and prompts that are not in them: without a tokenizer, how the last texts begin."""
+    if target.tokenizer is not None:
+        return data, HELD_OUT
+    count = len(HELD_OUT)
+    if len(data.lengths) <= count:
+        raise ValueError(f"{len(data.lengths)} texts: {count} are held out as prompts, give more")
+    ends = zip(data.offsets[-count:], data.lengths[-count:])
+    prompts = [data.tokens[offset : offset + max(1, length // 2)].tolist() for offset, length in ends]
+    return data._replace(**{name: getattr(data, name)[:-count] for name in ("offsets", "lengths", "starts")}), prompts
 
 
 def write(args, target):
@@ -158,7 +170,7 @@ def save_head(args, config, params) -> None:
     say(f"saved to {args.out}")
 
 
-def compare(args, target, config, weights) -> list[dict]:
+def compare(args, target, prompts, config, weights) -> list[dict]:
     """Decodes the held-out prompts with every head, greedily and at temperature 1."""
     import specjax
     from specjax.train import heads
@@ -167,7 +179,6 @@ def compare(args, target, config, weights) -> list[dict]:
     for temperature in (0.0, 1.0):
         for name, params in weights.items():
             drafter = heads.drafter(config, params, target, num_draft_tokens=args.num_draft_tokens)
-            prompts = HELD_OUT if target.chat_template else [words[:20] for words in HELD_OUT]
             stats = specjax.generate(
                 target, prompts, drafter=drafter, chat=target.chat_template is not None, temperature=temperature,
                 max_new_tokens=args.max_new_tokens, seed=args.seed,
