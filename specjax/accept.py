@@ -166,7 +166,7 @@ def _chain_path(num_accepted: Array, width: int) -> Array:
 
 
 def _rejection(keys: Array, proposal: Proposal, target_probs: Array, positions: Array):
-    if proposal.parents is None:
+    if proposal.parents is None or target_probs.shape[1] == 1:
         return _reject_chain(keys, proposal, target_probs, positions)
     return _reject_tree(keys, proposal, target_probs, positions)
 

@@ -198,7 +198,7 @@ def _first(proposal: Proposal, nodes: int) -> Proposal:
         probs = Sparse(probs.ids if probs.ids.ndim == 1 else probs.ids[:, :nodes], probs.probs[:, :nodes])
     elif probs is not None:
         probs = probs[:, :nodes]
-    parents = None if proposal.parents is None else proposal.parents[..., :nodes]
+    parents = None if proposal.parents is None or not nodes else proposal.parents[..., :nodes]
     return Proposal(proposal.tokens[:, :nodes], probs, parents, proposal.valid[:, :nodes])
 
 

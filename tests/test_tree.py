@@ -187,6 +187,30 @@ def assert_top(text, ids, probs):
     np.testing.assert_allclose(probs, law[ids], rtol=1e-4)
 
 
+@pytest.mark.parametrize("rule", ["rejection", "match", specjax.Typical()])
+def test_a_tree_without_nodes_is_a_plain_step(rule):
+    """Case 91: what a narrower window leaves of a tree in which nothing was found."""
+    target_probs = np.broadcast_to(np.asarray([0.0, 0.3, 0.7], np.float32), (4000, 1, 3))
+    nothing = np.zeros((4000, 0), np.int32)
+    keys = specjax.row_keys(range(4000))
+    got, chain = (
+        specjax.accept(rule, keys, Proposal(nothing, None, parents, nothing.astype(bool)), target_probs)
+        for parents in (nothing, None)
+    )
+    np.testing.assert_array_equal(got.next_token, chain.next_token)
+    assert not np.asarray(got.num_accepted).any() and abs(np.mean(np.asarray(got.next_token) == 2) - 0.7) < 0.04
+    base = tree_scripted(np.zeros((2, 64), int), [-1, -1], np.zeros((2, 2), int))
+    silent = base._replace(draft=bind(_silent, base.draft), widths=(0,))
+    state, info = advance(target(), silent, begin(target(), PROMPTS[:2], silent), rule=rule)
+    plain, _ = advance(target(), None, begin(target(), PROMPTS[:2]))
+    assert info.count.tolist() == [1, 1] and state.text.tokens.tolist() == plain.text.tokens.tolist()
+
+
+def _silent(draft, *args):
+    proposal, state = draft(*args)
+    return proposal._replace(valid=jnp.zeros_like(proposal.valid)), state
+
+
 def test_case_159_a_wide_tree_of_point_masses_needs_no_law_per_node():
     """64 nodes at V = 49,152: beyond the target's own laws, verification needs a few rows, not 64."""
     batch, nodes, vocab = 1, 64, 49_152

@@ -81,8 +81,8 @@ def _widths(parts: tuple[Drafter, ...], merged: bool) -> tuple[int, ...]:
     if merged:  # silent parts leave the nodes of those before them
         ends = np.cumsum(sizes).tolist()
         found = {ends[i] for i in range(len(parts)) if all(part.widths for part in parts[i + 1 :])}
-        found |= {max(1, sum(narrowest))} if all(part.widths for part in parts) else set()
-        least, longest = 1, ends[-1]
+        found |= {sum(narrowest)} if all(part.widths for part in parts) else set()
+        least, longest = 0, ends[-1]
     else:
         found = {max(narrowest), *sizes, *(width for part in parts for width in part.widths)}
         least, longest = max(narrowest), max(sizes)

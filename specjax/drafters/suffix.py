@@ -79,8 +79,7 @@ def suffix(
         raise ValueError(f"pool={show(pool)}: give specjax.drafters.suffix_pool(size), filled by `remember`, or None")
     settings = _Settings(max_match, min_match, float(factor), branching)
     params = () if pool is None else Pool(jnp.asarray(pool.tokens, jnp.int32))
-    narrow = (1 if branching else 0, 4)  # a short match is not worth a wide window
-    widths = tuple(width for width in narrow if width < num_draft_tokens)
+    widths = tuple(width for width in (0, 4) if width < num_draft_tokens)  # a short match is not worth a wide window
     return Drafter(params, _init, _observe, bind(_draft, settings), num_draft_tokens, widths=widths)
 
 

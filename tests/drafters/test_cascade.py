@@ -140,7 +140,7 @@ def test_fields_follow_from_the_parts():
     merged = cascade(says([[7, 8, 9]], context_length=60, vocab_size=V), drafters.ngram(4), merged=True)
     assert (merged.num_draft_tokens, merged.default_rule, merged.context_length) == (7, "match", 60)
     assert merged.widths == (3,) and merged.vocab_size == V
-    assert cascade(drafters.ngram(2), suffix(4), merged=True).widths == (1, 2)
+    assert cascade(drafters.ngram(2), suffix(4), merged=True).widths == (0, 2)
 
 
 class _Heard:
