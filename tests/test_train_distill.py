@@ -1,5 +1,7 @@
 """The training loop and its texts: what is frozen stays, masks follow their tokens, mistakes are refused by name."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -41,12 +43,16 @@ def medusa_params():
     return {"heads": {i: {"blocks": {}, "projection": jnp.zeros((T, V))} for i in range(2)}}
 
 
+@functools.partial(jax.jit, static_argnums=0)
+def both_gradients(loss, params, weights, batch):
+    return jax.grad(lambda p, w: loss(p, w, batch, jax.random.key(0))[0], argnums=(0, 1))(params, weights)
+
+
 def gradient(counts):
     """Of both heads' projections; features are one-hot, so row r is the gradient at hidden row r."""
     lm = table_target()
     batch = distill.Batch(jnp.zeros((1, T), jnp.int32), jnp.asarray([counts]))
-    loss = distill.head_loss(MEDUSA, lm)
-    found = jax.grad(lambda p: loss(p, lm.params, batch, jax.random.key(0))[0])(medusa_params())
+    found, _ = both_gradients(distill.head_loss(MEDUSA, lm), medusa_params(), lm.params, batch)
     return [np.abs(np.asarray(found["heads"][i]["projection"])).sum(1) > 0 for i in range(2)]
 
 
@@ -86,11 +92,8 @@ def test_no_gradient_reaches_the_target():
     batch = distill.Batch(jnp.zeros((1, T), jnp.int32), jnp.ones((1, T), bool))
     config = MedusaConfig(T, V, num_heads=1, num_layers=1, shared=True)
     params = {"heads": {0: {"blocks": {0: {"weight": jnp.eye(T), "bias": jnp.zeros(T)}}}}}
-    loss = distill.head_loss(config, lm)
     weights = {**lm.params, "embedding": jax.random.normal(jax.random.key(1), (T, V))}
-    into_head, into_target = jax.grad(lambda p, w: loss(p, w, batch, jax.random.key(0))[0], argnums=(0, 1))(
-        params, weights
-    )
+    into_head, into_target = both_gradients(distill.head_loss(config, lm), params, weights, batch)
     assert all(not np.any(leaf) for leaf in jax.tree.leaves(into_target))
     assert any(np.any(leaf) for leaf in jax.tree.leaves(into_head))
 

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
 from specjax.drafters import recurrent
 from specjax.drafters.dflash import DFlash, DFlashConfig, dflash
@@ -137,8 +138,6 @@ def _weight(weights: PyTree, name: str) -> Array:
 
 def _medusa(config: MedusaConfig, params: PyTree, shared: Array, features: Array, depth: int) -> tuple[Said, ...]:
     """Head d at hidden row r, which predicted token r + 1, is about token r + 2 + d: row r + 1 + d."""
-    from flax import nnx
-
     heads: Any = nnx.merge(medusa_graph(config), params).heads
     width = features.shape[1]
     return tuple(
