@@ -18,6 +18,7 @@ from jax import lax
 from specjax import cache as kv
 from specjax import tree
 from specjax.accept import Rule, accept
+from specjax.noise import top_k
 from specjax.proposal import check_keys, check_proposal
 from specjax.static import whole
 from specjax.stats import Counts
@@ -93,8 +94,9 @@ def prefill(
         features = jnp.concatenate([previous, out.features[:, :-1]], axis=1)  # token i is predicted by feature i - 1
         count = jnp.clip(text.prompt_lengths - start, 0, chunk)
         real = jnp.arange(chunk)[None] < count[:, None]
-        window = _window(drafter, tokens, None, real, out.logits)
-        committed = Committed(tokens, features, count, jnp.full(batch, start, jnp.int32), window)
+        begins = jnp.full(batch, start, jnp.int32)
+        window = _window(drafter, tokens, None, real, begins, out.logits)
+        committed = Committed(tokens, features, count, begins, window)
         state = drafter.observe(drafter.params, state, committed)
         return out.cache._replace(lengths=lengths), state, out.features[:, -1:]
 
@@ -105,14 +107,14 @@ def prefill(
     return State(text, cache, state, keys, jnp.full(batch, RUNNING, jnp.int32), counts)
 
 
-def _window(drafter: Drafter, tokens: Array, parents, valid: Array, logits: Array) -> Window | None:
+def _window(drafter: Drafter, tokens: Array, parents, valid: Array, start: Array, logits: Array) -> Window | None:
     """What the target would say after each row, for a drafter that asks."""
     if not drafter.window_top:
         return None
-    top, ids = lax.top_k(logits, drafter.window_top)
+    top, ids = top_k(logits, drafter.window_top)
     total = jax.scipy.special.logsumexp(logits, axis=-1, keepdims=True)
     probs = jnp.exp(top - total)
-    return Window(tokens, parents, valid, Sparse(ids, jnp.where(jnp.isfinite(probs), probs, 0.0)))
+    return Window(tokens, parents, valid, start, Sparse(ids, jnp.where(jnp.isfinite(probs), probs, 0.0)))
 
 
 def _check_cache(cache: KVCache, batch: int, capacity: int) -> None:
@@ -239,7 +241,7 @@ def _verify_accept_commit(
     features = jnp.take_along_axis(out.features, path[:, :, None], axis=1)
     judged = jnp.concatenate([jnp.ones((batch, 1), bool), proposal.valid], axis=1)
     seen_window = _window(
-        drafter, window, proposal.parents, judged & (state.finish == RUNNING)[:, None], out.logits
+        drafter, window, proposal.parents, judged & (state.finish == RUNNING)[:, None], pending_at, out.logits
     )
     committed = Committed(tokens, features, count, text.lengths, seen_window)
     drafter_state = drafter.observe(drafter.params, state.drafter, committed)

@@ -107,6 +107,7 @@ class Window(NamedTuple):
     tokens: Array  # [B, T]
     parents: Array | None  # [N] or [B, N] node indices as in `Proposal`, -1 is window row 0; None: a chain
     valid: Array  # [B, T] bool, the row holds a token (not padding, not a row of the batch that has finished)
+    start: Array  # [B] absolute position of row 0
     top: Sparse  # [B, T, M] the M likeliest next tokens under softmax(logits), likeliest first
 
 

@@ -20,7 +20,7 @@ from jax import lax
 from specjax import tree as topology
 from specjax.drafters.grow import Candidates, best_first
 from specjax.models.language_model import LanguageModel
-from specjax.noise import Role, at, inverse_cdf, target_draw, uniform
+from specjax.noise import Role, at, inverse_cdf, target_draw, top_k, uniform
 from specjax.static import show, whole
 from specjax.types import Array, Proposal, Sampling, Sparse, Text
 from specjax.warp import warp
@@ -210,7 +210,7 @@ def _children(laws: Laws, level: int, count: int, above: Array) -> tuple[Array, 
     """The ``count`` likeliest tokens [B, count] below tokens [B] of a level, and whether the path may go on [B]. One
     parent at a time: laws over the vocabulary for all of them at once would be large."""
     logits, sure = below(laws, jnp.full(above.shape, level, jnp.int32), above[:, None])
-    return _tokens(laws, lax.top_k(logits[:, 0], count)[1]), sure[:, 0]
+    return _tokens(laws, top_k(logits[:, 0], count)[1]), sure[:, 0]
 
 
 def _dynamic(spec: topology.Dynamic, laws: Laws, text: Text, n: int) -> Proposal:
@@ -219,7 +219,7 @@ def _dynamic(spec: topology.Dynamic, laws: Laws, text: Text, n: int) -> Proposal
 
     def candidates(depth: Array, token: Array) -> Candidates:
         logits, sure = below(laws, depth, token[:, None])
-        top, columns = lax.top_k(jax.nn.log_softmax(logits[:, 0]), spec.width)
+        top, columns = top_k(jax.nn.log_softmax(logits[:, 0]), spec.width)
         open_here = sure & (depth < spec.depth)[:, None]
         return Candidates(_tokens(laws, columns), jnp.where(open_here, top, -jnp.inf))
 

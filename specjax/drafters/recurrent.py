@@ -24,7 +24,7 @@ from jax import lax
 from specjax import tree as topology
 from specjax.drafters.parallel import Form, form
 from specjax.models.attention import Reach, reach
-from specjax.noise import Role, at, inverse_cdf, target_draw, uniform
+from specjax.noise import Role, at, inverse_cdf, target_draw, top_k, uniform
 from specjax.static import bind
 from specjax.types import Array, Committed, Drafter, KVCache, Proposal, PyTree, Sampling, Sparse, Text
 from specjax.warp import warp
@@ -261,7 +261,7 @@ def _static(
     ids, ranks, batch = head.ids(params), topology.ranks(parents), state.logits.shape[0]
     children = np.bincount(np.asarray(parents) + 1, minlength=len(parents) + 1)[1:]
     tokens: list[Any] = [None] * len(parents)
-    below = {-1: _tokens(ids, lax.top_k(state.logits, int(np.sum(np.asarray(parents) < 0)))[1])}
+    below = {-1: _tokens(ids, top_k(state.logits, int(np.sum(np.asarray(parents) < 0)))[1])}
     place, fed = {-1: -1}, _root(state)
     for level, nodes in enumerate(topology.levels(parents), start=1):
         for node in nodes:
@@ -272,7 +272,7 @@ def _static(
             above = jnp.asarray([[place[parents[node]] for node in inner]] * batch, jnp.int32)
             inner_tokens = jnp.stack([tokens[node] for node in inner], axis=1)
             fed, logits = _feed(head, params, state, fed, level, inner_tokens, above)
-            top = _tokens(ids, lax.top_k(logits, int(children[inner].max()))[1])
+            top = _tokens(ids, top_k(logits, int(children[inner].max()))[1])
             below |= {node: top[:, i] for i, node in enumerate(inner)}
     line = parents == tuple(range(-1, len(parents) - 1))
     topo: Any = None if line else np.asarray(parents, np.int32)
@@ -288,23 +288,23 @@ def _dynamic(
     node that was found first wins, so the ancestors of a node that stays do too.
     """
     ids, width, batch = head.ids(params), spec.width, state.logits.shape[0]
-    score, columns = lax.top_k(jax.nn.log_softmax(state.logits), width)
+    score, columns = top_k(jax.nn.log_softmax(state.logits), width)
     tokens, scores = [_tokens(ids, columns)], [score]
     parents = [jnp.full((batch, width), -1, jnp.int32)]  # of candidates, among candidates
     chosen = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32)[None], (batch, width))
     below, chosen_tokens, fed = parents[0], tokens[0], _root(state)
     for level in range(1, spec.depth):
         fed, logits = _feed(head, params, state, fed, level, chosen_tokens, below)
-        logp, columns = lax.top_k(jax.nn.log_softmax(logits), width)
+        logp, columns = top_k(jax.nn.log_softmax(logits), width)
         first = width + (level - 1) * width**2  # index of this level's first candidate
         scores.append((score[:, :, None] + logp).reshape(batch, -1))
         tokens.append(_tokens(ids, columns).reshape(batch, -1))
         parents.append(jnp.repeat(chosen, width, axis=1))
-        score, best = lax.top_k(scores[-1], width)
+        score, best = top_k(scores[-1], width)
         chosen, below = first + best, (level - 1) * width + best // width
         chosen_tokens = jnp.take_along_axis(tokens[-1], best, axis=1)
     every = jnp.concatenate(scores, axis=1)
-    kept = jnp.sort(lax.top_k(every, n)[1], axis=1)  # candidates stand level by level: parents first, likeliest first
+    kept = jnp.sort(top_k(every, n)[1], axis=1)  # candidates stand level by level: parents first, likeliest first
     rows = jnp.arange(batch)[:, None]
     place = jnp.cumsum(jnp.zeros(every.shape, jnp.int32).at[rows, kept].set(1), axis=1) - 1
     above = jnp.take_along_axis(jnp.concatenate(parents, axis=1), kept, axis=1)

@@ -107,9 +107,8 @@ def _observe(settings: Settings, params: PyTree, state: Recycled, committed: Com
     if window is None:
         return state._replace(recent=recent)
     batch, width = window.tokens.shape
-    # The window of a round begins with the pending token, which has been observed; a prompt chunk behind it. (A chunk
-    # that begins with the same token once more is taken for a round: one context of that chunk is then wrong.)
-    pending = window.tokens[:, 0] == state.recent[:, 1]
+    # The window of a round begins with the pending token, which has been observed; a prompt chunk behind it.
+    pending = window.start < committed.start
     first = jnp.where(pending, state.recent[:, 0], state.recent[:, 1])[:, None]
     above = tree.broadcast_parents(window.parents, batch, width - 1) + 1
     before = jnp.concatenate([first, jnp.take_along_axis(window.tokens, above, axis=1)], axis=1)

@@ -96,10 +96,10 @@ def some_laws(*shape, vocab=V):
     return ids, probs.astype(np.float32)
 
 
-def window_of(tokens, laws, parents=None, valid=None):
+def window_of(tokens, laws, start, parents=None, valid=None):
     tokens = jnp.asarray(tokens, jnp.int32)
     valid = jnp.ones(tokens.shape, bool) if valid is None else jnp.asarray(valid)
-    return Window(tokens, parents, valid, Sparse(*map(jnp.asarray, laws)))
+    return Window(tokens, parents, valid, start, Sparse(*map(jnp.asarray, laws)))
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -119,7 +119,7 @@ def observe(drafter, state, tokens, laws, counts, start):
     valid = np.arange(np.shape(tokens)[1])[None] < np.asarray(counts)[:, None]
     starts = jnp.full(len(tokens), start, jnp.int32)
     features = jnp.zeros((*np.shape(tokens), 0))
-    committed = Committed(jnp.asarray(tokens), features, counts, starts, window_of(tokens, laws, valid=valid))
+    committed = Committed(jnp.asarray(tokens), features, counts, starts, window_of(tokens, laws, starts, valid=valid))
     return _observe(drafter._replace(params=()), drafter.params, state, committed)
 
 
@@ -244,7 +244,7 @@ def test_rows_of_rejected_nodes_are_learnt_from():
     tokens = jnp.asarray([[2, 0, 0, 0, 0]] * 2)
     committed = Committed(
         tokens, jnp.zeros((2, 5, 0)), jnp.ones(2, jnp.int32), jnp.full(2, 2, jnp.int32),
-        window_of(window, (ids, probs), parents, valid),
+        window_of(window, (ids, probs), jnp.full(2, 1, jnp.int32), parents, valid),
     )  # fmt: skip
     state = _observe(drafter._replace(params=()), drafter.params, state, committed)
     for i, context in enumerate(([9, 8], [8, 3], [8, 5], [3, 6], [6, 7])):
@@ -253,6 +253,15 @@ def test_rows_of_rejected_nodes_are_learnt_from():
         assert knows(state, 1, context) == (ids[1, i].tolist() if i < 2 else None)
     assert np.asarray(state.recent).tolist() == [[8, 2]] * 2
     assert knows(state, 0, [8, 2]) is None  # the new pending token has not been read
+
+
+def test_a_chunk_that_begins_with_the_token_before_it_is_no_round():
+    """The window of a prompt chunk stands behind what was read, that of a round on its last token."""
+    drafter = drafters.recycling(V, 1)
+    state = after_prompts(drafter, [[9, 8]], some_laws(1, 2), width=2)
+    ids, probs = some_laws(1, 2)
+    state = observe(drafter, state, np.asarray([[8, 3]]), (ids, probs), [2], 2)
+    assert knows(state, 0, [8, 8]) == ids[0, 0].tolist() and knows(state, 0, [8, 3]) == ids[0, 1].tolist()
 
 
 def test_the_latest_law_of_a_context_is_proposed():
