@@ -45,7 +45,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     train.add_argument("--window", type=int, default=64, help="tokens per window")
     train.add_argument("--learning-rate", type=float, default=1e-3)
     train.add_argument("--depth", type=int, default=None, help="draft tokens ahead to train; default all, or 3")
-    train.add_argument("--anchors", type=int, default=12, help="dflash: blocks per window and step")
+    train.add_argument("--anchors", type=int, default=32, help="dflash: blocks per window and step")
     train.add_argument(
         "--draft-vocab", type=int, default=None,
         help="most frequent tokens that can be drafted (eagle, dflash; default 8192), 0 for all",
