@@ -129,8 +129,9 @@ def test_each_prompt_alone_says_what_plain_decoding_says(smollm2, plain, name):
         assert_same(smollm2, row, plain[row], out.tokens[0])
 
 
+@pytest.mark.full
 def test_learning_from_rejected_nodes_pays_on_ordinary_text(smollm2):
-    """Without a single stored table: well above what copying alone reaches on these prompts."""
+    """Without a single stored table: above what copying alone reaches on these prompts."""
     options = {"chat": True, "max_new_tokens": NEW_TOKENS}
     taus = [
         specjax.generate(smollm2, prompts(BATCH), drafter=drafter, **options).stats.tau
