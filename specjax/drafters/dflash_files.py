@@ -169,7 +169,7 @@ def read_dflash(
     def leaf(where, source):
         name = where[-1].key
         joined = np.concatenate([files.read(part) for part in source.names])
-        return jnp.asarray(np.ascontiguousarray(_ours(name, joined).astype(dtype)))
+        return jnp.asarray(_ours(name, joined).astype(dtype, order="C"))  # a scalar stays one
 
     params = jax.tree_util.tree_map_with_path(leaf, sources, is_leaf=_is_source)
     return config, params if ids is None else params | {"ids": jnp.asarray(ids, jnp.int32)}

@@ -160,6 +160,7 @@ def test_heads_survive_the_published_layout(tmp_path, name, dtype):
     assert got_config == config and len(kept) == len(jax.tree.leaves(got))
     jax.tree.map(np.testing.assert_array_equal, got, params)
     assert jax.tree.structure(got) == jax.tree.structure(params)
+    checkpoint.load_drafter(tmp_path / "a", world.small_target(), dtype=dtype)  # checks every shape
 
 
 @pytest.mark.parametrize("name", ["medusa", "dspark"])
