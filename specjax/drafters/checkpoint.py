@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from specjax.drafters import dflash_files, eagle_files, medusa_files, mtp_files
+from specjax.drafters import dflash_files, eagle_files, medusa_files, mtp_files, parallel
 from specjax.drafters.dflash import DFlashConfig, dflash
 from specjax.drafters.dflash import abstract_params as dflash_params
 from specjax.drafters.eagle import EagleConfig, eagle
@@ -33,7 +33,7 @@ from specjax.models.config import LlamaConfig, RopeScaling
 from specjax.models.huggingface import read_json
 from specjax.models.language_model import LanguageModel, checked
 from specjax.models.llama_params import weight_dtype
-from specjax.static import show
+from specjax.static import show, whole
 from specjax.types import Drafter, PyTree
 
 MANIFEST = "specjax_drafter.json"
@@ -113,8 +113,16 @@ def read(
     path, dtype = pathlib.Path(path).expanduser(), weight_dtype(dtype)
     if not path.is_dir():
         raise FileNotFoundError(f"{path} is no directory: give the directory of a trained head, with a config.json")
+    if feature_layers is not None:
+        if not isinstance(feature_layers, (tuple, list)):
+            raise ValueError(f"feature_layers={show(feature_layers)}: give a tuple of layers of the target, or None")
+        feature_layers = tuple(whole("feature_layers", layer, 0) for layer in feature_layers)
     if (path / MANIFEST).exists():
-        return _restore(path, dtype)
+        config, params = _restore(path, dtype)
+        said = getattr(config, "feature_layers", None)
+        if feature_layers not in (None, said):
+            raise ValueError(f"feature_layers={feature_layers}: {path} says its own, {said}; leave it out")
+        return config, params
     if not (path / "config.json").exists():
         raise FileNotFoundError(f"the directory {path} has neither config.json (published layouts) nor {MANIFEST}")
     for name, kind in KINDS.items():
@@ -148,13 +156,23 @@ def save_drafter(
 
     Raises:
       FileExistsError: there is something at the path.
-      ValueError: an unknown format; no configuration of a head; EAGLE-1 in a published layout.
+      ValueError: an unknown format; no configuration of a head; weights that are not the configuration's; EAGLE-1 in
+        a published layout.
     """
+    if not isinstance(path, (str, os.PathLike)) or not os.fspath(path):
+        raise ValueError(f"path={show(path)}: give the directory to make")
     if format not in FORMATS:
         raise ValueError(f"format={show(format)}: choose one of {', '.join(map(repr, FORMATS))}")
-    kind = _kind_of(config)
+    if not isinstance(target, (str, os.PathLike)):
+        raise ValueError(f"target={show(target)}: give the name or path of the target, for the record")
+    kind, target = _kind_of(config), str(target)
+    every = kind.abstract(config)
+    what = kind.config.__name__.removesuffix("Config")
+    weights = parallel.named(what, params)
+    own = {name: leaf for name, leaf in every.items() if name in weights or name not in _borrowed(config)}
+    parallel.check_params(what, weights, own)
     path = pathlib.Path(path).expanduser().absolute()
-    if path.exists() and not overwrite:
+    if os.path.lexists(path) and not overwrite:
         raise FileExistsError(f"{path} exists; pass overwrite=True to replace it")
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as scratch:
@@ -174,6 +192,12 @@ def _kind_of(config: Any) -> Kind:
             return kind
     known = ", ".join(kind.config.__name__ for kind in KINDS.values())
     raise ValueError(f"config={show(config)}: give the configuration of a head ({known})")
+
+
+def _borrowed(config: Any) -> tuple[str, ...]:
+    """Weights that are the target's where the head has none."""
+    both = isinstance(config, MTPConfig) or (isinstance(config, EagleConfig) and config.version == 1)
+    return ("embedding", "head") if both else ("embedding",)
 
 
 def _shared(params: PyTree, target: LanguageModel) -> PyTree:

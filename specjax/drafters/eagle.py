@@ -270,7 +270,7 @@ def eagle(
         what, target, vocab_size=sizes.vocab_size, hidden_size=config.target_hidden_size,
         feature_layers=config.feature_layers,
     )  # fmt: skip
-    params = dict(params)
+    params = parallel.named("EAGLE", params)
     for name in ("embedding", "head") if config.version == 1 else ("embedding",):
         if name not in params:
             params[name] = fit.target_weight(what, target, name)

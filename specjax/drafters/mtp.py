@@ -176,7 +176,7 @@ def mtp(
     fit.check_target(
         what, target, vocab_size=sizes.vocab_size, hidden_size=sizes.hidden_size, feature_layers=config.feature_layers
     )
-    params = dict(params)
+    params = parallel.named("MTP", params)
     for name in ("embedding", "head"):
         if name not in params:
             params[name] = fit.target_weight(what, target, name)

@@ -10,6 +10,7 @@ a drawn token's own probability biases the text.
 """
 
 import functools
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -278,6 +279,17 @@ def check_fit(what: str, facts: dict[str, tuple[Any, Any]]) -> None:
             raise ValueError(f"{what} has {name} {ours} and the target {theirs}: it was made for another target")
 
 
+def named(what: str, params: Any) -> dict[str, Any]:
+    """Weights by name, as a dict of its own.
+
+    Raises:
+      ValueError: anything else.
+    """
+    if not isinstance(params, Mapping):
+        raise ValueError(f"params={show(params)}: give the weights of the {what} head as a dict")
+    return dict(params)
+
+
 def check_params(what: str, params: Any, expected: Any) -> None:
     """Refuses weights that are not those of the configuration: names and shapes.
 
@@ -286,8 +298,8 @@ def check_params(what: str, params: Any, expected: Any) -> None:
     """
 
     def shapes(tree):
-        leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
-        return {jax.tree_util.keystr(path, simple=True, separator="/"): tuple(leaf.shape) for path, leaf in leaves}
+        leaves = jax.tree_util.tree_flatten_with_path(named(what, tree))[0]
+        return {jax.tree_util.keystr(path, simple=True, separator="/"): np.shape(leaf) for path, leaf in leaves}
 
     have, want = shapes(params), shapes(expected)
     for name in sorted(want.keys() | have.keys()):

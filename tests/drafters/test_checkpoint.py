@@ -317,6 +317,25 @@ def test_saving_refuses_what_it_must(tmp_path):
         save_drafter(tmp_path / "y", config, params, format="gguf")
     with pytest.raises(ValueError, match=r"config=1: give the configuration of a head \(EagleConfig, MTPConfig"):
         save_drafter(tmp_path / "y", 1, params)
+    for weights, message in (
+        (None, r"params=None: give the weights of the Eagle head as a dict"),
+        ({}, r"Eagle weight fc is missing, the configuration needs"),
+        ({name: leaf for name, leaf in params.items() if name != "ids"}, r"Eagle weight ids is missing"),
+        (params | {"more": jnp.zeros(2)}, r"Eagle weight more has shape \(2,\), the configuration knows no such"),
+    ):
+        for format in ("speculators", "orbax"):
+            with pytest.raises(ValueError, match=message):
+                save_drafter(tmp_path / "x", config, weights, format=format, overwrite=True)
+    for path in (None, ""):
+        with pytest.raises(ValueError, match=rf"path={path!r}: give the directory to make"):
+            save_drafter(path, config, params, overwrite=True)
+    with pytest.raises(ValueError, match=r"target=3: give the name or path"):
+        save_drafter(tmp_path / "y", config, params, target=3)
+    with pytest.raises(ValueError, match=r"feature_layers=\(9,\): .* says its own"):
+        read(tmp_path / "x", feature_layers=(9,))
+    with pytest.raises(ValueError, match=r"feature_layers=9: give a tuple"):
+        read(tmp_path / "x", feature_layers=9)
+    assert [file.name for file in tmp_path.iterdir()] == ["x"]
     manifest = json.loads((tmp_path / "x" / MANIFEST).read_text())
     (tmp_path / "x" / MANIFEST).write_text(json.dumps(manifest | {"kind": "hydra"}))
     with pytest.raises(ValueError, match="kind 'hydra'"):
