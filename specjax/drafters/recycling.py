@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from specjax import tree
 from specjax.drafters.grow import Candidates, best_first
-from specjax.drafters.tables import Law, Tables, empty, look_up, num_buckets, write
+from specjax.drafters.tables import Law, Tables, check_table, empty, look_up, num_buckets, write
 from specjax.models.language_model import LanguageModel
 from specjax.static import bind, show, whole
 from specjax.types import Array, Committed, Drafter, Proposal, PyTree, Sampling, Text
@@ -66,7 +66,10 @@ def recycling(
     candidates = whole("candidates", candidates, 1)
     if candidates > vocab_size:
         raise ValueError(f"candidates={candidates}: the vocabulary has only {vocab_size} tokens")
-    weights = tuple(float(weight) for weight in copy_weights)
+    try:
+        weights = tuple(float(weight) for weight in copy_weights)
+    except (TypeError, ValueError, OverflowError):
+        weights = ()
     if len(weights) != LONGEST + 1 or not all(0 <= weight <= 1 for weight in weights):
         raise ValueError(f"copy_weights={show(copy_weights)}: must be {LONGEST + 1} numbers from 0 to 1")
     if tables is not None and not isinstance(tables, Tables):
@@ -76,6 +79,9 @@ def recycling(
             f"tables are of a vocabulary of {tables.vocab_size} tokens and the target has {vocab_size}: build tables "
             "from text of this target"
         )
+    if tables is not None:
+        check_table("tables", 1, tables.unigram, vocab_size)
+        check_table("tables", 2, tables.bigram, vocab_size)
     settings = Settings(vocab_size, candidates, weights)
     return Drafter(
         params=() if tables is None else (jnp.asarray(tables.unigram), jnp.asarray(tables.bigram)),

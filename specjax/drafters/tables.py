@@ -7,6 +7,9 @@ mistaken for the one that was asked for, because the key is compared.
 """
 
 import os
+import pathlib
+import zipfile
+import zlib
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -37,24 +40,71 @@ class Tables(NamedTuple):
     num_laws: int  # how many positions were summed
 
     def save(self, path: str | os.PathLike) -> None:
-        """Writes an ``.npz`` file."""
-        with open(path, "wb") as file:
-            np.savez_compressed(file, format=FORMAT, **self._asdict())
+        """Writes an ``.npz`` file, which appears whole or not at all.
+
+        Raises:
+          ValueError: path is no path.
+          OSError: the place cannot be written to.
+        """
+        path = _path(path)
+        scratch = path.with_name(f".{path.name}.{os.getpid()}")
+        try:
+            with open(scratch, "wb") as file:
+                np.savez_compressed(file, format=FORMAT, **self._asdict())
+            os.replace(scratch, path)
+        finally:
+            scratch.unlink(missing_ok=True)
 
 
 def load_tables(path: str | os.PathLike) -> Tables:
     """Reads what `Tables.save` wrote.
 
     Raises:
-      ValueError: the file holds something else.
+      FileNotFoundError: nothing at the path.
+      ValueError: the file holds something else, or is damaged.
     """
-    with np.load(path) as file:
-        missing = {"format", *Tables._fields} - set(file.files)
-        if missing or int(file["format"]) != FORMAT:
-            what = f"lacks {sorted(missing)}" if missing else f"has format {file['format']}, not {FORMAT}"
-            raise ValueError(f"path={show(str(path))}: no tables of specjax, the file {what}; build them anew")
-        sizes = int(file["vocab_size"]), int(file["num_laws"])
-        return Tables(file["unigram"], file["bigram"], *sizes)
+    path = _path(path)
+    where = f"path={show(str(path), 300)}"
+    if not path.exists():
+        raise FileNotFoundError(f"{where}: no such file; `Tables.save` writes one")
+    if path.is_dir():
+        raise ValueError(f"{where} is a directory: give the file that `Tables.save` wrote")
+    try:
+        with path.open("rb") as file:
+            found: Any = np.load(file)
+            values = {name: found[name] for name in found.files} if hasattr(found, "files") else {}
+    except (ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+        raise ValueError(f"{where}: damaged, or no tables of specjax ({error}); build them anew") from error
+    missing = {"format", *Tables._fields} - set(values)
+    if missing or values["format"].tolist() != FORMAT:
+        what = f"lacks {sorted(missing)}" if missing else f"has format {values['format']}, not {FORMAT}"
+        raise ValueError(f"{where}: no tables of specjax, the file {what}; build them anew")
+    sizes = [whole(f"{where}: {name}", values[name], 1) for name in ("vocab_size", "num_laws")]
+    tables = Tables(values["unigram"], values["bigram"], *sizes)
+    for order, table in ((1, tables.unigram), (2, tables.bigram)):
+        check_table(where, order, table, tables.vocab_size)
+    return tables
+
+
+def check_table(what: str, order: int, table: Any, vocab_size: int) -> None:
+    """Refuses what is no table of contexts of ``order`` tokens.
+
+    Raises:
+      ValueError: naming shape and type.
+    """
+    shape, kind = np.shape(table), getattr(table, "dtype", None)
+    fits = len(shape) == 3 and shape[0] and not shape[0] & (shape[0] - 1) and shape[1] == WAYS
+    if not fits or shape[2] <= order or (shape[2] - order) % 2 or kind != dtype_for(vocab_size):
+        raise ValueError(
+            f"{what}: the table of {order}-token contexts has shape {shape} and type {kind}, not [2**n, {WAYS}, "
+            f"{order} + 2 C] of {np.dtype(dtype_for(vocab_size))}: build tables anew"
+        )
+
+
+def _path(path: Any) -> pathlib.Path:
+    if not isinstance(path, (str, os.PathLike)) or not os.fspath(path):
+        raise ValueError(f"path={show(path)}: give the path of an .npz file")
+    return pathlib.Path(path).expanduser()
 
 
 def dtype_for(vocab_size: int) -> Any:
@@ -156,13 +206,25 @@ def build_tables(
 
 def _gather(texts: Iterable[tuple[Any, Any, Any]], vocab_size: int) -> tuple[np.ndarray, ...]:
     """(token before [P] or -1, token [P], ids [P, M], probs [P, M]) over all texts."""
+    if not isinstance(texts, Iterable):
+        raise ValueError(f"texts={show(texts)}: give (tokens, top_ids, top_probs) per text")
     parts = []
-    for number, (tokens, top_ids, top_probs) in enumerate(texts):
-        tokens, top_ids = np.asarray(tokens, np.int64), np.asarray(top_ids, np.int64)
-        top_probs = np.asarray(top_probs, np.float32)
+    for number, text in enumerate(texts):
+        try:
+            tokens, top_ids, top_probs = map(np.asarray, text)
+        except (TypeError, ValueError):
+            raise ValueError(f"texts[{number}] is {show(text)}: give arrays (tokens, top_ids, top_probs)") from None
         if tokens.ndim != 1 or top_ids.ndim != 2 or top_ids.shape != top_probs.shape or len(top_ids) != len(tokens):
             shapes = f"tokens {tokens.shape}, top_ids {top_ids.shape}, top_probs {top_probs.shape}"
             raise ValueError(f"texts[{number}] has {shapes}: must be [L], [L, M] and [L, M]")
+        for name, array in (("tokens", tokens), ("top_ids", top_ids)):
+            if array.size and array.dtype.kind not in "iu":
+                raise ValueError(f"texts[{number}] has {name} of type {array.dtype}: give integers")
+        tokens, top_ids, top_probs = tokens.astype(np.int64), top_ids.astype(np.int64), top_probs.astype(np.float32)
+        if top_ids.shape[1] != (parts[0][2].shape[1] if parts else max(1, top_ids.shape[1])):
+            raise ValueError(f"texts[{number}] has M = {top_ids.shape[1]} candidates: 1 or more, as many in every text")
+        if top_probs.size and not 0 <= top_probs.min() <= top_probs.max() <= 1.001:
+            raise ValueError(f"texts[{number}] has top_probs outside 0..1: give probabilities, no logits")
         for name, array in (("tokens", tokens), ("top_ids", top_ids)):
             if array.size and not 0 <= array.min() <= array.max() < vocab_size:
                 raise ValueError(f"texts[{number}] has {name} outside 0..{vocab_size - 1}, the vocabulary")

@@ -383,6 +383,9 @@ def test_settings_that_make_no_sense_are_refused():
         ({"candidates": 17}, r"candidates=17: the vocabulary has only 16"),
         ({"copy_weights": (0, 0, 1)}, r"copy_weights=.*5 numbers"),
         ({"copy_weights": (0, 0, 0, 0, 1.5)}, r"copy_weights="),
+        ({"copy_weights": 0.5}, r"copy_weights=0\.5: must be 5 numbers"),
+        ({"copy_weights": "abcde"}, r"copy_weights='abcde': must be 5 numbers"),
+        ({"tables": THREE._replace(vocab_size=V, bigram=None)}, r"tables: the table of 2-token contexts has"),
         ({"tables": "tables.npz"}, r"tables is a str: give what build_tables or load_tables"),
         ({"tables": THREE}, r"tables are of a vocabulary of 3 tokens and the target has 16"),
     ):

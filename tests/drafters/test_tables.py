@@ -175,6 +175,39 @@ def test_saved_tables_come_back(tmp_path):
         load_tables(tmp_path / "old.npz")
 
 
+def test_files_that_are_no_tables_are_refused_by_name(tmp_path):
+    """Whatever numpy and zip would say; and nothing half-written lies about."""
+    tables = build_tables(some_texts(2), 12)
+    tables.save(tmp_path / "whole.npz")
+    data = (tmp_path / "whole.npz").read_bytes()
+    spoilt = bytearray(data)
+    for at in range(200, 260):
+        spoilt[at] ^= 0x5A
+    for name, content in (("cut", data[:300]), ("empty", b""), ("text", b"hello"), ("spoilt", bytes(spoilt))):
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(ValueError, match=rf"path='.*{name}': damaged, or no tables of specjax.*build them anew"):
+            load_tables(tmp_path / name)
+    np.save(tmp_path / "array.npy", np.zeros(3))
+    with pytest.raises(ValueError, match=r"array\.npy'.*lacks"):
+        load_tables(tmp_path / "array.npy")
+    np.savez(tmp_path / "flat.npz", format=1, **tables._replace(unigram=np.zeros(3))._asdict())
+    with pytest.raises(ValueError, match=r"flat\.npz'.*1-token contexts has shape \(3,\)"):
+        load_tables(tmp_path / "flat.npz")
+    with pytest.raises(FileNotFoundError, match=r"nothing\.npz': no such file"):
+        load_tables(tmp_path / "nothing.npz")
+    with pytest.raises(ValueError, match="is a directory"):
+        load_tables(tmp_path)
+    before = sorted(tmp_path.iterdir())
+    for wrong in (None, 1, ""):
+        with pytest.raises(ValueError, match="give the path"):
+            load_tables(wrong)
+        with pytest.raises(ValueError, match="give the path"):
+            tables.save(wrong)
+    with pytest.raises(OSError):
+        tables.save(tmp_path)
+    assert sorted(tmp_path.iterdir()) == before
+
+
 def test_texts_that_cannot_be_summed_are_refused():
     ids, probs = law(3, 4, 12)
     good = (np.array([1, 2, 3]), ids, probs)
@@ -184,6 +217,11 @@ def test_texts_that_cannot_be_summed_are_refused():
         ([good, (good[0][:2], ids, probs)], {}, r"texts\[1\] has tokens \(2,\).*must be \[L\]"),
         ([(np.array([1, 2, 12]), ids, probs)], {}, r"texts\[0\] has tokens outside 0\.\.11"),
         ([(good[0], ids - 20, probs)], {}, r"top_ids outside"),
+        (None, {}, "texts=None"),
+        ([good[:2]], {}, r"(?s)texts\[0\] is .*tokens, top_ids, top_probs"),
+        ([(good[0] * 1.0, ids, probs)], {}, r"texts\[0\] has tokens of type float64"),
+        ([good, (good[0], ids[:, :1], probs[:, :1])], {}, r"texts\[1\] has M = 1"),
+        ([(good[0], ids, -probs)], {}, r"texts\[0\] has top_probs outside 0\.\.1"),
         ([good], {"candidates": 0}, "candidates=0"),
         ([good], {"max_contexts": 0}, "max_contexts=0"),
     ):
