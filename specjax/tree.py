@@ -9,6 +9,8 @@ token is window index 0. None stands for a chain.
 [0, 1, 2, 2, 3]
 """
 
+import itertools
+import operator
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -18,6 +20,8 @@ from jax import lax
 
 from specjax.static import show, whole
 from specjax.types import Array, Proposal
+
+MOST = 1 << 16  # nodes; a window of one row
 
 
 class Dynamic(NamedTuple):
@@ -40,11 +44,18 @@ def chain(num_nodes: int) -> np.ndarray:
 def kary(*branching: int) -> np.ndarray:
     """Parents of a tree in which every node of depth d has branching[d] children, in breadth-first order.
 
+    Raises:
+      ValueError: no depth, children that are no whole number of 1 or more, a tree of more than 65536 nodes.
+
     >>> kary(2, 1).tolist()
     [-1, -1, 0, 1]
     """
-    if not branching or any(children < 1 for children in branching):
-        raise ValueError(f"branching={branching}: give at least one depth, each with 1 or more children")
+    if not branching:
+        raise ValueError("branching=(): give at least one depth, each with 1 or more children")
+    branching = tuple(whole(f"branching[{depth}]", children, 1) for depth, children in enumerate(branching))
+    most = sum(int(size) for size in itertools.accumulate(branching, operator.mul))
+    if most > MOST:
+        raise ValueError(f"branching={show(branching)}: the tree would have {show(most)} nodes, at most {MOST}")
     parents: list[int] = []
     level = [-1]
     for children in branching:
@@ -71,12 +82,15 @@ def choices(paths: Sequence[Sequence[int]]) -> np.ndarray:
     first child. Nodes come out sorted by depth, then by path, so that siblings stand in the order of their ranks.
 
     Raises:
-      ValueError: a path twice, an empty one, or one whose parent or earlier sibling is missing.
+      ValueError: no list of paths, a path twice, an empty one, or one whose parent or earlier sibling is missing.
 
     >>> choices([(0,), (0, 0), (1,), (0, 1)]).tolist()
     [-1, -1, 0, 0]
     """
-    order = sorted((tuple(int(rank) for rank in path) for path in paths), key=lambda path: (len(path), path))
+    try:
+        order = sorted((tuple(map(operator.index, path)) for path in paths), key=lambda path: (len(path), path))
+    except TypeError:
+        raise ValueError(f"choices={show(paths)}: give a list of paths, each a tuple of ranks, as (0, 2)") from None
     index = {path: node for node, path in enumerate(order)}
     if len(index) != len(order):
         raise ValueError(f"choices={show(paths)}: a path is given twice")
@@ -84,7 +98,9 @@ def choices(paths: Sequence[Sequence[int]]) -> np.ndarray:
         needed = [path[:-1]] if len(path) > 1 else []
         needed += [(*path[:-1], path[-1] - 1)] if path and path[-1] > 0 else []
         if not path or min(path) < 0 or any(other not in index for other in needed):
-            raise ValueError(f"choices: {path} needs ranks of 0 or more, its parent and its earlier siblings {needed}")
+            raise ValueError(
+                f"choices: {show(path)} needs ranks of 0 or more, its parent and its earlier siblings {show(needed)}"
+            )
     return np.asarray([index.get(path[:-1], -1) for path in order], np.int32)
 
 
@@ -116,15 +132,21 @@ def validate(parents) -> np.ndarray:
       ValueError: not one-dimensional integers, or a node whose parent is not an earlier node (a cycle, a forward
         reference, an index out of range).
     """
-    array = np.asarray(parents)
+    try:
+        array = np.asarray(parents)
+    except ValueError:  # lists of several lengths
+        array = np.zeros((1, 1))
     if array.ndim != 1 or not (array.size == 0 or np.issubdtype(array.dtype, np.integer)):
-        raise ValueError(f"parents must be a one-dimensional list of integers, got {parents!r}")
+        raise ValueError(
+            f"the parents of a tree must be a one-dimensional list of integers, got {show(parents)}: see "
+            "specjax.tree.kary, and specjax.tree.Dynamic(num_nodes, width, depth) for a shape that is chosen"
+        )
     wrong = np.flatnonzero((array < -1) | (array >= np.arange(array.size)))
     if wrong.size:
         node = int(wrong[0])
         raise ValueError(
-            f"parents[{node}] = {int(array[node])}: the parent of node {node} must be -1 (the pending token) or an "
-            f"earlier node 0..{node - 1}"
+            f"parents[{node}] = {int(array[node])}: the parent of node {node} must be -1 (the pending token)"
+            + (f" or an earlier node 0..{node - 1}" if node else "")
         )
     return array.astype(np.int32)
 

@@ -45,7 +45,9 @@ def test_choices_stand_in_the_order_of_their_ranks():
     assert tree.ranks(parents).tolist() == [0, 1, 2, 0, 1, 0]
 
 
-@pytest.mark.parametrize("paths", [[(0,), (0,)], [(0,), (1, 0)], [(1,)], [()], [(0,), (0, -1)]])
+@pytest.mark.parametrize(
+    "paths", [[(0,), (0,)], [(0,), (1, 0)], [(1,)], [()], [(0,), (0, -1)], [3], None, ["a"], [(0.5,)]]
+)
 def test_choices_without_parent_or_earlier_sibling_are_refused(paths):
     with pytest.raises(ValueError, match="choices"):
         tree.choices(paths)
@@ -55,6 +57,18 @@ def test_choices_without_parent_or_earlier_sibling_are_refused(paths):
 def test_combs_without_size_are_refused(levels, width):
     with pytest.raises(ValueError, match=r"levels|width"):
         tree.comb(levels, width)
+
+
+@pytest.mark.parametrize("branching", [(), (0,), (2, -1), (2.0,), ("a",), (True,), ([3, 2],), (10,) * 6])
+def test_children_that_cannot_be_counted_are_refused(branching):
+    with pytest.raises(ValueError, match=r"^branching"):
+        tree.kary(*branching)
+
+
+@pytest.mark.parametrize("parents", [5, None, "dynamic", [[0], [1, 2]], [0.5], [5], [-1, 1], tree.Dynamic])
+def test_parents_that_are_none_are_refused(parents):
+    with pytest.raises(ValueError, match=r"parents of a tree must be .*Dynamic|the parent of node \d must be -1"):
+        tree.validate(parents)
 
 
 # --- merging
