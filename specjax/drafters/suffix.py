@@ -5,8 +5,8 @@ Oliaro, Jia, Campos, Qiao, SuffixDecoding: Extreme Speculative Decoding for Emer
 The proposal is a function of text and pool, hence point masses.
 """
 
-import math
 import numbers
+import sys
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -71,16 +71,20 @@ def suffix(
     max_match, min_match = whole("max_match", max_match, 1), whole("min_match", min_match, 1)
     if min_match > max_match:
         raise ValueError(f"min_match={min_match}, max_match={max_match}: must be 1 <= min_match <= max_match")
-    if isinstance(factor, bool) or not isinstance(factor, numbers.Real) or not 0 < float(factor) < math.inf:
+    if isinstance(factor, bool) or not isinstance(factor, numbers.Real) or not 0 < factor <= sys.float_info.max:
         raise ValueError(f"factor={show(factor)}: must be a number over 0")
     if not isinstance(branching, bool):
         raise ValueError(f"branching={show(branching)}: must be True or False")
-    if pool is not None and not isinstance(pool, Pool):
+    if pool is not None and not (isinstance(pool, Pool) and _is_pool(pool.tokens)):
         raise ValueError(f"pool={show(pool)}: give specjax.drafters.suffix_pool(size), filled by `remember`, or None")
     settings = _Settings(max_match, min_match, float(factor), branching)
     params = () if pool is None else Pool(jnp.asarray(pool.tokens, jnp.int32))
     widths = tuple(width for width in (0, 4) if width < num_draft_tokens)  # a short match is not worth a wide window
     return Drafter(params, _init, _observe, bind(_draft, settings), num_draft_tokens, widths=widths)
+
+
+def _is_pool(tokens: Any) -> bool:
+    return getattr(tokens, "ndim", None) == 1 and np.issubdtype(tokens.dtype, np.integer)
 
 
 def suffix_pool(size: int) -> Pool:
@@ -102,6 +106,8 @@ def remember(pool: Pool, texts: Iterable[Sequence[int]]) -> Pool:
     """
     if not isinstance(pool, Pool):
         raise ValueError(f"pool={show(pool)}: give specjax.drafters.suffix_pool(size)")
+    if not isinstance(texts, Iterable):
+        raise ValueError(f"texts={show(texts)}: give a list of texts, each a list of token ids")
     parts = [np.asarray(pool.tokens)]
     for row, text in enumerate(texts):
         parts += [_token_ids(row, text), np.asarray([SEPARATOR], np.int32)]

@@ -228,6 +228,8 @@ def test_settings_that_make_no_sense_are_refused():
         ({"factor": 0}, r"factor=0: must be a number over 0"),
         ({"factor": float("nan")}, r"factor=nan"),
         ({"factor": "2"}, r"factor='2'"),
+        ({"factor": 10**400}, r"factor=1000"),
+        ({"pool": suffix_pool(4)._replace(tokens=None)}, r"pool=Pool.*suffix_pool"),
         ({"branching": 2}, r"branching=2: must be True or False"),
         ({"pool": [1, 2]}, r"pool=\[1, 2\].*suffix_pool"),
     ):
@@ -237,6 +239,8 @@ def test_settings_that_make_no_sense_are_refused():
         suffix_pool(1)
     with pytest.raises(ValueError, match=r"pool=\[\].*suffix_pool"):
         remember([], [[1]])
+    with pytest.raises(ValueError, match=r"texts=None: give a list of texts"):
+        remember(suffix_pool(4), None)
     for texts in ([1, 2], [[1, -1]], [[0.5]], ["ab"], [[[1]]], [[1, [2]]]):
         with pytest.raises(ValueError, match=r"texts: text 0 is"):
             remember(suffix_pool(4), texts)
