@@ -38,12 +38,14 @@ def host(start: Callable[[], Propose], num_draft_tokens: int = 8, *, vocab_size:
       vocab_size: that of the target it was made for; None: any.
 
     Raises:
-      ValueError: start is not callable, num_draft_tokens no whole number. During generation: proposals that are not
-        lists of token ids, one per row.
+      ValueError: start is not callable, num_draft_tokens or vocab_size no whole number. During generation: proposals
+        that are not lists of token ids, one per row.
     """
     if not callable(start):
         raise ValueError(f"start={show(start)}: give a function that returns the function which proposes")
     num_draft_tokens = whole("num_draft_tokens", num_draft_tokens, 1, "; drafter=None decodes plainly")
+    if vocab_size is not None:
+        vocab_size = whole("vocab_size", vocab_size, 1, "; None is any")
     return Drafter(
         params=(),
         init=bind(_init, num_draft_tokens),
@@ -61,6 +63,8 @@ def _begin(start: Callable[[], Propose], num_draft_tokens: int) -> Callable[[Row
 
     def fill(rows: Rows) -> Written:
         proposals = propose(rows)
+        if not hasattr(proposals, "__len__"):
+            raise ValueError(f"the host drafter gave {show(proposals)}: give a list of token ids per row, [] for none")
         if len(proposals) != len(rows):
             raise ValueError(f"the host drafter gave {len(proposals)} proposals for {len(rows)} rows: give one each")
         return written(proposals, num_draft_tokens)
@@ -77,6 +81,8 @@ def written(proposals: Sequence[Sequence[int]], num_draft_tokens: int) -> Writte
     tokens = np.zeros((len(proposals), num_draft_tokens), np.int32)
     counts = np.zeros(len(proposals), np.int32)
     for row, proposal in enumerate(proposals):
+        if isinstance(proposal, str) or not hasattr(proposal, "__getitem__"):
+            raise ValueError(f"proposal {row} is {show(proposal)}: give a list of token ids, [] for none")
         ids = [whole(f"proposal {row}, token {i}", token, 0) for i, token in enumerate(proposal[:num_draft_tokens])]
         counts[row], tokens[row, : len(ids)] = len(ids), ids
     return Written(jnp.asarray(tokens), jnp.asarray(counts))

@@ -104,12 +104,16 @@ def test_answers_that_make_no_sense_are_refused():
         ([[1, -1]], r"proposal 0, token 1=-1: must be a whole number"),
         ([[1.0]], r"proposal 0, token 0=1\.0"),
         ([["a"]], r"proposal 0, token 0='a'"),
+        (None, r"gave None: give a list of token ids per row"),
+        ([None], r"proposal 0 is None: give a list of token ids"),
+        (["ab"], r"proposal 0 is 'ab': give a list of token ids"),
     ):
         drafter = drafters.host(lambda answer=answer: lambda rows: answer, N)
         with pytest.raises(ValueError, match=message):
             specjax.generate(target(), [[1]], drafter=drafter, max_new_tokens=16)
     for start, how, message in (
         (5, {}, r"start=5: give a function"),
+        (list, {"vocab_size": 0}, r"vocab_size=0.*None is any"),
         (list, {"num_draft_tokens": 0}, r"num_draft_tokens=0.*drafter=None"),
     ):
         with pytest.raises(ValueError, match=message):
