@@ -58,6 +58,8 @@ class DFlashConfig:
     confidence_with_markov: bool = False
 
     def __post_init__(self):
+        if not isinstance(self.layers, LlamaConfig):
+            raise ValueError(f"layers={show(self.layers)}: give a LlamaConfig of the draft layers")
         object.__setattr__(self, "feature_layers", tuple(self.feature_layers))
         if not self.feature_layers:
             raise ValueError("feature_layers=(): name at least one stream of the target")
@@ -70,6 +72,10 @@ class DFlashConfig:
             raise ValueError(
                 f"mask_token_id={self.mask_token_id}: the vocabulary has {self.layers.vocab_size} tokens, and the mask "
                 "is embedded like any other"
+            )
+        if self.draft_vocab_size > self.layers.vocab_size:
+            raise ValueError(
+                f"draft_vocab_size={self.draft_vocab_size}, but the target has {self.layers.vocab_size} tokens"
             )
         if self.confidence_with_markov and not (self.confidence and self.markov_rank):
             raise ValueError("confidence_with_markov=True needs confidence=True and markov_rank of 1 or more")
@@ -271,7 +277,7 @@ def _check(config: DFlashConfig, params: PyTree, target: LanguageModel, min_conf
     parallel.check_params("DFlash", params, abstract_params(config))
     if config.draft_vocab_size:
         ids = np.asarray(params["ids"])
-        if ids[0] < 0 or ids[-1] >= config.layers.vocab_size or (np.diff(ids) <= 0).any():
+        if ids.dtype.kind not in "iu" or ids[0] < 0 or ids[-1] >= config.layers.vocab_size or (np.diff(ids) <= 0).any():
             raise ValueError(
                 f"DFlash weight ids={show(ids)}: must be ascending token ids of the target, below "
                 f"{config.layers.vocab_size}; offsets (d2t) have to be added to 0, 1, 2, .."

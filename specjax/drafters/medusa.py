@@ -184,11 +184,17 @@ def medusa(
 def blockwise(
     config: MedusaConfig, params: PyTree, target: LanguageModel, num_draft_tokens: int | None = None
 ) -> Drafter:
-    """The greedy chain of the heads: the top token of each, a point mass (Stern et al. 2018)."""
-    count = num_draft_tokens
-    if count is None and isinstance(config, MedusaConfig):
-        count = config.num_heads
-    return medusa(config, params, target, tree=topology.chain(whole("num_draft_tokens", count, 1)))
+    """The greedy chain of the heads: the top token of each, a point mass (Stern et al. 2018).
+
+    Raises:
+      ValueError: as `medusa`.
+    """
+    if not isinstance(config, MedusaConfig):
+        raise ValueError(f"config={show(config)}: give a MedusaConfig")
+    count = config.num_heads if num_draft_tokens is None else whole("num_draft_tokens", num_draft_tokens, 1)
+    if count > config.num_heads:
+        raise ValueError(f"num_draft_tokens={count}, but there are {config.num_heads} heads: ask for as many or fewer")
+    return medusa(config, params, target, tree=topology.chain(count))
 
 
 def _init(hidden: int, params: PyTree, batch: int, capacity: int) -> Array:

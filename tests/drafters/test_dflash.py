@@ -315,5 +315,9 @@ def test_requests_that_make_no_sense_are_refused():
     ):
         with pytest.raises(ValueError, match=message):
             blocks(**how)
+    with pytest.raises(ValueError, match=r"layers=None: give a LlamaConfig"):
+        config(TINY, layers=None)
+    with pytest.raises(ValueError, match=r"draft_vocab_size=4, but the target has 3 tokens"):
+        config(TINY, draft_vocab_size=4)
     with pytest.raises(ValueError, match=r"config=None: give a DFlashConfig"):
         dflash(None, {}, world.target())

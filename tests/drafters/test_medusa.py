@@ -299,3 +299,7 @@ def test_configurations_that_make_no_sense_are_refused():
             MedusaConfig(8, 3, **wrong)
     with pytest.raises(ValueError, match=r"config=3: give a MedusaConfig"):
         medusa(3, {}, world.target())
+    with pytest.raises(ValueError, match=r"config=3: give a MedusaConfig"):
+        blockwise(3, {}, world.target())
+    with pytest.raises(ValueError, match=rf"num_draft_tokens=100000, but there are {HEADS.num_heads} heads"):
+        blockwise(HEADS, fresh_params(HEADS), world.target(), 100_000)
