@@ -24,7 +24,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add("--target", default="smollm2-135m-instruct", help="name, GGUF file or directory")
     add("--student", required=True, choices=["medusa", "eagle", "mtp", "dflash"], help="kind of head")
-    add("--out", type=pathlib.Path, help="directory for the trained head; specjax.drafters.load_drafter reads it")
+    add("--out", type=pathlib.Path, help="directory for the trained head; specjax.load_drafter reads it")
     add("--overwrite", action="store_true", help="replace what is at --out")
     data = parser.add_argument_group("text")
     data.add_argument(
