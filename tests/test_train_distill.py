@@ -133,8 +133,9 @@ def test_frequent_ids_ascend():
 
 def test_texts_come_back_from_their_file(tmp_path):
     made = texts.join([[1, 49151, 3], [4]], [1, 0])
-    texts.save(tmp_path / "a.npz", made)
-    for ours, theirs in zip(made, texts.load(tmp_path / "a.npz"), strict=True):
+    texts.save(tmp_path / "new" / "a", made)
+    assert [file.name for file in (tmp_path / "new").iterdir()] == ["a"]
+    for ours, theirs in zip(made, texts.load(tmp_path / "new" / "a"), strict=True):
         np.testing.assert_array_equal(ours, theirs)
 
 
@@ -143,10 +144,16 @@ def _bad_file(path, **arrays):
     return path
 
 
+def _cut(path):
+    path.write_bytes(path.read_bytes()[:100])
+    return path
+
+
 @pytest.mark.parametrize(
     ("call", "words"),
     [
         (lambda p: texts.load(_bad_file(p / "x.npz", tokens=np.arange(3))), "has no lengths, offsets"),
+        (lambda p: texts.load(_cut(_bad_file(p / "z.npz", tokens=np.arange(3)))), "z.npz is not an .npz file"),
         (lambda p: texts.load(_bad_file(p / "y.npz", tokens=np.arange(3), offsets=[0], lengths=[4])), "its 3 tokens"),
         (lambda p: texts.windows(texts.join([[1, 2]]), 8), "no text has 8 tokens to learn"),
         (lambda p: texts.batches(texts.windows(texts.join([[1] * 9]), 9), 2), "1 windows, fewer than a batch of 2"),

@@ -1,6 +1,8 @@
 """Token texts for training: conversations in one file, cut into windows of one length, drawn in batches."""
 
 import pathlib
+import zipfile
+import zlib
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -29,11 +31,17 @@ def join(texts: Sequence[Sequence[int]], starts: Sequence[int] | None = None) ->
 
 
 def save(path: str | pathlib.Path, texts: Texts) -> None:
-    """Writes an ``.npz`` file that `load` reads."""
-    np.savez_compressed(
-        path, tokens=texts.tokens.astype(np.uint32), offsets=texts.offsets, lengths=texts.lengths,
-        answer_start=texts.starts,
-    )  # fmt: skip
+    """Writes an ``.npz`` file that `load` reads, under this very name. It appears whole or not at all; directories are
+    made if need be."""
+    path = pathlib.Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(path.name + ".part")
+    with part.open("wb") as file:
+        np.savez_compressed(
+            file, tokens=texts.tokens.astype(np.uint32), offsets=texts.offsets, lengths=texts.lengths,
+            answer_start=texts.starts,
+        )  # fmt: skip
+    part.replace(path)
 
 
 def load(path: str | pathlib.Path) -> Texts:
@@ -44,9 +52,9 @@ def load(path: str | pathlib.Path) -> Texts:
       ValueError: arrays that are missing or do not fit each other.
     """
     try:
-        with np.load(path) as file:
+        with open(path, "rb") as opened, np.load(opened) as file:
             found = {name: file[name] for name in ("tokens", "offsets", "lengths", "answer_start") if name in file}
-    except (ValueError, EOFError) as error:
+    except (ValueError, EOFError, TypeError, zipfile.BadZipFile, zlib.error) as error:
         raise ValueError(f"{path} is not an .npz file of arrays: {error}") from error
     missing = {"tokens", "offsets", "lengths"} - found.keys()
     if missing:
