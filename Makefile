@@ -1,7 +1,7 @@
 # Needs Python 3.11+, git and make; everything else goes into .venv.
 #   make demo       a real model, plain and speculative, side by side
-#   make test       the quick tests (about five minutes on two cores)
-#   make test-full  all tests, and the table in docs/exactness.md
+#   make test       the quick tests (about twelve minutes on two cores, most of them compiling)
+#   make test-full  all tests, and the table in docs/exactness.md (AFTER_TEST=1: those that make test has not run)
 #   make lint       ruff and pyright
 PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11 python; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$p; break; }; done)
@@ -35,7 +35,7 @@ test: venv
 	$(BIN)/python -m pytest -n $(WORKERS) -q -m "not full"
 
 test-full: venv
-	$(BIN)/python -m pytest -n $(WORKERS) -q
+	$(BIN)/python -m pytest -n $(WORKERS) -q $(if $(AFTER_TEST),-m full)
 	$(BIN)/python scripts/exactness_table.py
 
 lint: venv

@@ -54,10 +54,10 @@ LAWS = {
     "dynamic tree with Markov term": lambda: blocks(SPARK, seed=1, tree=DYNAMIC, min_confidence=0.45),
     "coupled chain, reduced vocabulary": lambda: blocks(TWO, ids=(0, 2), coupled=True),
 }
-QUICK = [("chain with Markov term and confidence cut", "rejection"), ("dynamic tree", "match")]
+QUICK = [("chain with Markov term and confidence cut", "rejection")]
 MORE = [
     ("plain chain", "match"), ("chain from the anchor", "rejection"), ("reduced vocabulary", "rejection"),
-    ("reduced vocabulary", "block"), ("static tree", "match"),
+    ("reduced vocabulary", "block"), ("static tree", "match"), ("dynamic tree", "match"),
     ("static tree with Markov term and confidence cut", "rejection"), ("dynamic tree with Markov term", "rejection"),
     ("coupled chain, reduced vocabulary", "match"),
 ]  # fmt: skip
@@ -94,7 +94,7 @@ def begun(drafter):
     return begin(world.small_target(), PROMPTS, drafter)
 
 
-@pytest.mark.parametrize("anchor", [False, True])
+@pytest.mark.parametrize("anchor", [pytest.param(False, marks=pytest.mark.full), True])
 def test_a_greedy_chain_is_the_top_token_of_each_row_of_the_block(anchor):
     """Row j is about the token at pending + j, or + j + 1 when the anchor row is sampled from too."""
     base, lm = config(SMALL, sample_from_anchor=anchor), world.small_target()
@@ -217,7 +217,7 @@ def test_slot_p_holds_the_feature_of_position_p():
 
 
 @pytest.mark.parametrize("how", [
-    {}, {"tree": DYNAMIC}, pytest.param({"tree": TREE}, marks=pytest.mark.full),
+    {}, *(pytest.param({"tree": tree}, marks=pytest.mark.full) for tree in (DYNAMIC, TREE)),
 ])  # fmt: skip
 def test_greedy_text_is_that_of_plain_decoding_in_a_ragged_batch(how):
     lm = world.small_target()

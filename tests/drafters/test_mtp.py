@@ -90,10 +90,10 @@ def test_dynamic_tree_keeps_the_likeliest_nodes(name):
         assert set(paths(proposal, row)) == oracle.dynamic_paths(after(config, tensors, lm, text), *DYNAMIC)
 
 
-@pytest.mark.parametrize(("name", "shape"), [
-    ("four modules", "chain"), pytest.param("four modules", "tree", marks=pytest.mark.full),
-    pytest.param("one module", "dynamic", marks=pytest.mark.full),
-])  # fmt: skip
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("name", "shape"), [("four modules", "chain"), ("four modules", "tree"), ("one module", "dynamic")]
+)
 def test_case_44_the_draft_caches_hold_what_was_committed_after_every_round(name, shape):
     lm = world.small_target()
     drafter, _ = made(CONFIGS[name], **FORMS[shape])

@@ -199,7 +199,8 @@ def test_greedy_text_is_that_of_plain_decoding(begins):
     assert 0 < out.stats.accepted < out.stats.proposed
 
 
-@pytest.mark.parametrize("coupled", [True, pytest.param(False, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("coupled", [True, False])
 def test_the_target_itself_under_other_ids_is_always_right(coupled):
     """Maps, positions and cache of the draft are those of the target: every draft token is accepted."""
     drafter = drafters.translate(permuted(), toy_target(), 3, coupled=coupled)
@@ -240,7 +241,8 @@ def spelled(drafter, tokens, begin_id=None):
     return [*([] if begin_id is None else [begin_id]), *(piece for word in words for piece in word)]
 
 
-@pytest.mark.parametrize("begins", [True, pytest.param(False, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("begins", [True, False])
 def test_the_draft_has_read_the_spelling_of_what_was_committed(begins):
     """Cases 34 and 123: positions and cache are those of one pass over the spelling, the begin token once and first."""
     draft = other(begins=begins)
@@ -308,6 +310,7 @@ def test_padded_ids_are_never_emitted():
 # --- where the draft cannot follow
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("context", "sizes", "valid"),
     [
