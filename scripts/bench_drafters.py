@@ -56,7 +56,10 @@ def read_prompts(path: pathlib.Path, per_category: int | None) -> list[tuple[str
     for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), start=1):
         if not line.strip():
             continue
-        entry = json.loads(line)
+        try:
+            entry = json.loads(line)
+        except json.JSONDecodeError as error:
+            sys.exit(f"{path}, line {number}: not JSON ({error.msg})")
         if not isinstance(entry, dict) or not isinstance(entry.get("prompt"), str):
             sys.exit(f"{path}, line {number}: needs an object with a string 'prompt'")
         category = str(entry.get("category", "all"))
@@ -176,6 +179,13 @@ def print_table(rows: list[dict], categories: list[str], args: argparse.Namespac
 
 def main() -> None:
     args = parse()
+    try:
+        work(args)
+    except (ValueError, OSError) as error:
+        sys.exit(f"{type(error).__name__}: {error}")
+
+
+def work(args: argparse.Namespace) -> None:
     import specjax
     from specjax.models.fetch import cache_dir
 

@@ -50,7 +50,10 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 def read_turns(path: pathlib.Path) -> list[str]:
     lines = [line for line in path.read_text(encoding="utf-8").split("\n") if line.strip()]
-    turns = [json.loads(line)["prompt"] for line in lines] if path.suffix == ".jsonl" else lines
+    try:
+        turns = [json.loads(line)["prompt"] for line in lines] if path.suffix == ".jsonl" else lines
+    except (KeyError, TypeError, json.JSONDecodeError):
+        raise ValueError(f"prompts={path}: every line needs an object with a 'prompt'") from None
     if not turns:
         sys.exit(f"{path} has no prompt in it")
     return turns
@@ -141,10 +144,23 @@ def progress(numbers: list[int]):
 
 def main() -> None:
     args = parse()
+    try:
+        work(args)
+    except (ValueError, OSError) as error:
+        sys.exit(f"{type(error).__name__}: {error}")
+
+
+def work(args: argparse.Namespace) -> None:
     import specjax
     from specjax.models.fetch import cache_dir
 
     jax.config.update("jax_compilation_cache_dir", str(cache_dir() / "jax"))
+    if args.output.is_dir():
+        raise ValueError(f"output={args.output} is a directory: name the file to write")
+    if not 0 <= args.seed < 2**31:
+        raise ValueError(f"seed={args.seed}: must be a whole number from 0 to {2**31 - 1}")
+    if args.prompts:
+        read_turns(args.prompts)
     lm = specjax.load(args.model, dtype=args.dtype)
     folder = args.output.with_name(args.output.name + ".shards")
     folder.mkdir(parents=True, exist_ok=True)

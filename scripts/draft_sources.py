@@ -69,6 +69,7 @@ def build(args: argparse.Namespace, lm):
     """The drafter that was asked for, or None."""
     import specjax
     from specjax import drafters
+    from specjax.drafters.checkpoint import read
 
     number = {} if args.num_draft_tokens is None else {"num_draft_tokens": args.num_draft_tokens}
     tables = None if args.tables is None else drafters.load_tables(args.tables)
@@ -95,6 +96,10 @@ def build(args: argparse.Namespace, lm):
     options = number | {"tree": parse_tree(args.tree), "coupled": args.coupled}
     if args.draft_checkpoint == "random":
         return untrained(args.drafter, lm, **options)
+    config, _ = read(args.draft_checkpoint, target=lm)
+    if not type(config).__name__.lower().startswith(args.drafter):
+        kind = type(config).__name__.removesuffix("Config")
+        raise ValueError(f"--draft-checkpoint {args.draft_checkpoint} is a {kind} head, not --drafter {args.drafter}")
     return specjax.load_drafter(args.draft_checkpoint, target=lm, **options)
 
 
