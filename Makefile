@@ -1,6 +1,6 @@
 # Needs Python 3.11+, git and make; everything else goes into .venv.
 #   make demo       a real model, plain and speculative, side by side
-#   make test       the quick tests (about twelve minutes on two cores, most of them compiling)
+#   make test       the quick tests (most of the time goes into compiling)
 #   make test-full  all tests, and the table in docs/exactness.md (AFTER_TEST=1: those that make test has not run)
 #   make lint       ruff and pyright
 PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11 python; do \
