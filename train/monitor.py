@@ -1,8 +1,8 @@
 """The numbers of a run: a JSONL file, a bar on the terminal, event files for TensorBoard.
 
 A line of ``metrics.jsonl`` is a step,
-``{"step": 3, "loss": .., "alpha": .., "tokens": .., "seconds": ..}`` (tokens: the weight
-of the loss; seconds: the mean step time of its stretch), or an evaluation, ``{"step": 3, "evaluation": ..}``.
+``{"step": 3, "loss": .., "alpha": .., "tokens": .., "seconds": ..}`` (tokens: what was
+learnt; seconds: the mean step time of its stretch), or an evaluation, ``{"step": 3, "evaluation": ..}``.
 """
 
 import json
@@ -127,7 +127,7 @@ class Monitor:
         lines = [
             {"step": first + i}
             | {name: _plain(mean.value()) for name, mean in row.items()}
-            | {"tokens": float(row["loss"].weight), "seconds": seconds}
+            | {"tokens": float(_tokens(row)), "seconds": seconds}
             for i, row in enumerate(rows)
         ]
         self._journal.append(lines)
@@ -142,7 +142,8 @@ class Monitor:
 
     def evaluation(self, step: int, found: Any) -> None:
         """What an evaluation after ``step`` steps has found."""
-        self._journal.append([{"step": step, "evaluation": json.loads(json.dumps(found))}])
+        found = _json(found)
+        self._journal.append([{"step": step, "evaluation": found}])
         if self._events is not None:
             for row in found if isinstance(found, list) else [found]:
                 if isinstance(row, dict) and row.get("tau") is not None:
@@ -153,13 +154,29 @@ def _plain(value: Any) -> float | None:
     return float(value) if math.isfinite(value) else None  # JSON knows no NaN
 
 
+def _tokens(row: dict[str, Mean]) -> Any:
+    """Tokens learnt in a step; the loss may weigh them, alpha does not."""
+    return row.get("alpha", row["loss"]).weight
+
+
+def _json(value: Any) -> Any:
+    """NamedTuples as objects, and no NaN."""
+    if hasattr(value, "_asdict"):
+        value = value._asdict()
+    if isinstance(value, dict):
+        return {str(name): _json(part) for name, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_json(part) for part in value]
+    return _plain(value) if isinstance(value, float) else value
+
+
 def _shown(rows: list[dict[str, Mean]], seconds: float) -> dict[str, str]:
     """Over the whole stretch: sums of sums, so that long batches count for more."""
     def mean(name):
         return Mean(*(np.sum([getattr(row[name], part) for row in rows]) for part in Mean._fields)).value()
 
     shown = {name: f"{mean(name):.3f}" for name in ("loss", "alpha") if name in rows[0]}
-    tokens = sum(row["loss"].weight for row in rows)
+    tokens = sum(map(_tokens, rows))
     return shown | {"tok/s": f"{tokens / max(seconds * len(rows), 1e-9):.0f}"}
 
 
