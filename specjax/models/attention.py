@@ -25,6 +25,7 @@ class Reach(NamedTuple):
     visible: Array  # [B, T, S] bool, window row t of row b sees slot s
     written: Array | None  # [B, S] bool, the slot is committed or in the window; None: all of them are
     blocks: Array  # [] int32, leading blocks that hold a written slot
+    first: Array | int = 0  # [] int32, blocks before this one hold no visible slot
 
 
 def reach(window_mask: Array | None, lengths: Array, width: int, capacity: int) -> Reach:
@@ -49,14 +50,38 @@ def reach(window_mask: Array | None, lengths: Array, width: int, capacity: int) 
     return Reach(visible, column < width, blocks)
 
 
-def attend(q: Array, k: Array, v: Array, slots: Reach) -> Array:
+def sliding(slots: Reach, positions: Array, lengths: Array, window: int) -> Reach:
+    """The same slots, for a layer that sees ``window`` tokens back, the row itself included.
+
+    Nothing is evicted, so dropping tokens restores what they pushed out of the window: the cache holds all slots, and
+    only what a row sees moves. Blocks that every row has left behind are not read.
+
+    Args:
+      slots: see `reach`.
+      positions: [B, T] of the window's rows; that of a committed slot is its index.
+      lengths: [B] committed slots.
+      window: how many positions a row reaches back; siblings of a tree have the same.
+    """
+    index = jnp.arange(slots.visible.shape[2], dtype=jnp.int32)[None]
+    column = jnp.clip(index - lengths[:, None], 0, positions.shape[1] - 1)
+    where = jnp.where(index < lengths[:, None], index, jnp.take_along_axis(positions, column, axis=1))  # [B, S]
+    near = positions[:, :, None] - where[:, None] < window
+    first = jnp.maximum(jnp.min(positions) - window + 1, 0) // BLOCK
+    return slots._replace(visible=slots.visible & near, first=first)
+
+
+def attend(
+    q: Array, k: Array, v: Array, slots: Reach, *, scale: float | None = None, softcap: float = 0.0
+) -> Array:
     """Softmax attention with grouped heads.
 
     Args:
       q: [B, T, Hq, D] float32 queries.
       k: [B, H, S, D] keys; uint16 holds the bits of bfloat16.
       v: [B, H, S, D] values, likewise.
-      slots: see `reach`.
+      slots: see `reach` and `sliding`.
+      scale: of the scores; None is D ** -0.5.
+      softcap: scores become softcap * tanh(scores / softcap); 0 leaves them.
 
     Returns:
       [B, T, Hq, D] float32.
@@ -66,21 +91,26 @@ def attend(q: Array, k: Array, v: Array, slots: Reach) -> Array:
     groups = heads // kv_heads
     dtype = jnp.bfloat16 if k.dtype == jnp.uint16 else k.dtype
     # The query heads of one kv head are rows of one matrix: XLA:CPU transposes all keys for two row axes.
-    q = (q * dim**-0.5).astype(dtype).reshape(batch, width, kv_heads, groups, dim)
+    q = (q * (dim**-0.5 if scale is None else scale)).astype(dtype).reshape(batch, width, kv_heads, groups, dim)
     q = q.transpose(0, 2, 3, 1, 4).reshape(batch, kv_heads, groups * width, dim)
     if capacity <= BLOCK or slots.written is None:
-        _, total, out = _block(q, k, v, slots.visible, slots.written)
+        _, total, out = _block(q, k, v, slots.visible, slots.written, softcap)
     else:
-        _, total, out = _blocks(q, k, v, slots)
+        _, total, out = _blocks(q, k, v, slots, softcap)
     out = (out / total).reshape(batch, kv_heads, groups, width, dim)
     return out.transpose(0, 3, 1, 2, 4).reshape(batch, width, heads, dim)
 
 
-def _block(q: Array, k: Array, v: Array, visible: Array, written: Array | None) -> tuple[Array, Array, Array]:
+def _block(
+    q: Array, k: Array, v: Array, visible: Array, written: Array | None, softcap: float
+) -> tuple[Array, Array, Array]:
     """q [B, H, M, D], M = groups * T -> highest score, summed weights [B, H, M, 1], weighted values [B, H, M, D]."""
     batch, kv_heads, rows, _ = q.shape
     width, size = visible.shape[1:]
-    scores = _scores(q, k).reshape(batch, kv_heads, rows // width, width, size)
+    scores = _scores(q, k)
+    if softcap:
+        scores = softcap * jnp.tanh(scores / softcap)
+    scores = scores.reshape(batch, kv_heads, rows // width, width, size)
     scores = jnp.where(visible[:, None, None], scores, HIDDEN).reshape(batch, kv_heads, rows, size)
     top = jnp.max(scores, axis=-1, keepdims=True)
     weights = jnp.exp(scores - top)
@@ -126,7 +156,7 @@ def _mix(weights: Array, v: Array, written: Array | None) -> Array:
     return jax.lax.while_loop(dirty, redo, (jnp.array(True), mix(v)))[1]
 
 
-def _blocks(q: Array, k: Array, v: Array, slots: Reach) -> tuple[Array, Array, Array]:
+def _blocks(q: Array, k: Array, v: Array, slots: Reach, softcap: float) -> tuple[Array, Array, Array]:
     """`_block` over every block that holds text, merged."""
     capacity = k.shape[2]
 
@@ -137,10 +167,12 @@ def _blocks(q: Array, k: Array, v: Array, slots: Reach) -> tuple[Array, Array, A
         def cut(x, axis):
             return jax.lax.dynamic_slice_in_dim(x, start, BLOCK, axis)
 
-        here = _block(q, cut(k, 2), cut(v, 2), cut(slots.visible, 2) & fresh[None, None], cut(slots.written, 1))
+        visible, written = cut(slots.visible, 2) & fresh[None, None], cut(slots.written, 1)
+        here = _block(q, cut(k, 2), cut(v, 2), visible, written, softcap)
         top = jnp.maximum(carry[0], here[0])
         old, new = jnp.exp(carry[0] - top), jnp.exp(here[0] - top)
         return top, carry[1] * old + here[1] * new, carry[2] * old + here[2] * new
 
     one = (*q.shape[:3], 1)
-    return jax.lax.fori_loop(0, slots.blocks, step, (jnp.full(one, HIDDEN), jnp.zeros(one), jnp.zeros(q.shape)))
+    carry = jnp.full(one, HIDDEN), jnp.zeros(one), jnp.zeros(q.shape)
+    return jax.lax.fori_loop(slots.first, slots.blocks, step, carry)

@@ -1,4 +1,4 @@
-"""GGUF files: header, tensors under Hugging Face names, configuration.
+"""GGUF files: header, and tensors under Hugging Face names. Their configuration: `specjax.models.gguf_config`.
 
 The header is read here rather than by ``gguf.GGUFReader``: that takes two seconds on a vocabulary of 49,152, and of a
 truncated file it can only say that an array would not reshape. Dequantisation is the ``gguf`` package's.
@@ -13,11 +13,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from specjax.models.config import LlamaConfig, RopeScaling
+from specjax.models.families import BY_GGUF, Family
+from specjax.models.llama_params import NORMS
 
-SUPPORTED_TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q4_K", "Q6_K")
-# llama.cpp's converter interleaves the two halves of every q and k head for these architectures and no others.
-PERMUTED_ARCHITECTURES = frozenset({"llama"})
+SUPPORTED_TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K")
 
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
@@ -28,17 +27,19 @@ _TOP_NAMES = {
     "output.weight": "lm_head.weight",
 }
 _LAYER_NAMES = {
-    "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
     "attn_k": "self_attn.k_proj",
     "attn_v": "self_attn.v_proj",
     "attn_output": "self_attn.o_proj",
-    "ffn_norm": "post_attention_layernorm",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-_ROPE_FREQS = "rope_freqs.weight"  # Llama 3.1's frequency scaling, stored as a tensor
+_NORM_NAMES = {"attn_norm": "input_norm", "post_attention_norm": "attention_norm", "ffn_norm": "post_norm",
+               "post_ffw_norm": "mlp_norm"}  # theirs: ours
+ROPE_FREQS = "rope_freqs.weight"  # Llama 3.1's frequency scaling, stored as a tensor
 
 
 class TensorInfo(NamedTuple):
@@ -78,7 +79,8 @@ class GGUFFile:
             key = cursor.string()
             self.metadata[key] = cursor.value(cursor.scalar("I"))
         self.tensors = self._tensor_infos(cursor, tensor_count)
-        names = {_hugging_face_name(name): name for name in self.tensors if name != _ROPE_FREQS}
+        self._family = BY_GGUF.get(self.architecture, BY_GGUF["llama"])  # another one is refused with its metadata
+        names = {_hugging_face_name(name, self._family): name for name in self.tensors if name != ROPE_FREQS}
         self._names = names
         self.shapes = {name: self.tensors[theirs].shape for name, theirs in names.items()}
 
@@ -137,7 +139,9 @@ class GGUFFile:
     def read(self, name: str) -> np.ndarray:
         """A tensor under its Hugging Face name as float32, rows in Hugging Face order."""
         tensor = self.dequantized(self._names[name])
-        if self.architecture in PERMUTED_ARCHITECTURES and re.search(r"\.self_attn\.[qk]_proj\.", name):
+        if name.endswith("norm.weight"):  # the converter has added the offset, e.g. the 1 of Gemma's 1 + w
+            tensor = tensor - np.float32(self._family.constants.get("norm_offset", 0.0))
+        if self._family.permuted and re.search(r"\.self_attn\.[qk]_proj\.", name):
             heads = self.metadata[f"{self.architecture}.attention.head_count"]
             if ".k_proj." in name:
                 heads = self.metadata.get(f"{self.architecture}.attention.head_count_kv", heads)
@@ -155,12 +159,14 @@ def unpermute(rows: np.ndarray, num_heads: int) -> np.ndarray:
     return paired.swapaxes(1, 2).reshape(rows.shape)
 
 
-def _hugging_face_name(name: str) -> str:
+def _hugging_face_name(name: str, family: Family) -> str:
     """The Hugging Face name of a tensor; one without a counterpart keeps its own and is refused as surplus later."""
     match = re.fullmatch(r"blk\.(\d+)\.(\w+)\.(weight|bias)", name)
-    if match and match[2] in _LAYER_NAMES:
-        return f"model.layers.{match[1]}.{_LAYER_NAMES[match[2]]}.{match[3]}"
-    return _TOP_NAMES.get(name, name)
+    if not match:
+        return _TOP_NAMES.get(name, name)
+    norms = NORMS[family.constants.get("norms", "before")]
+    theirs = _LAYER_NAMES.get(match[2]) or norms.get(_NORM_NAMES.get(match[2], ""))
+    return f"model.layers.{match[1]}.{theirs}.{match[3]}" if theirs else name
 
 
 class _Cursor:
@@ -197,107 +203,3 @@ class _Cursor:
             code = _SCALARS[item]
             return list(struct.unpack_from(f"<{count}{code}", self.data, self.take(count * struct.calcsize(code))))
         return [self.value(item) for _ in range(count)]
-
-
-# --- configuration -----------------------------------------------------------------------------------------------
-
-# Entries under the architecture's prefix that are read below, or that do not change what the model computes.
-_READ = {
-    "block_count", "context_length", "embedding_length", "feed_forward_length", "vocab_size", "attention.head_count",
-    "attention.head_count_kv", "attention.key_length", "attention.value_length", "attention.layer_norm_rms_epsilon",
-    "rope.freq_base", "rope.dimension_count", "rope.scaling.type", "rope.scaling.factor", "rope.scale_linear",
-}
-_HARMLESS = {"rope.scaling.original_context_length", "rope.scaling.finetuned", "tensor_data_layout"}
-_NEUTRAL = {"attention.causal": True, "rope.scaling.attn_factor": 1.0, "logit_scale": 1.0}
-
-
-def config_of(file: GGUFFile) -> LlamaConfig:
-    """The configuration of a Llama-architecture file.
-
-    Raises:
-      ValueError: naming the architecture, or the entry that is missing or asks for something not implemented.
-    """
-    arch, metadata = file.architecture, file.metadata
-    if arch != "llama":
-        raise ValueError(f"{file.path}: architecture {arch!r} is not supported; supported: 'llama'")
-    if metadata.get("general.type", "model") != "model":
-        raise ValueError(f"{file.path}: general.type is {metadata['general.type']!r}, not a whole model")
-    if metadata.get("split.count", 1) > 1:
-        raise ValueError(f"{file.path} is one of split.count = {metadata['split.count']} parts; merge them first")
-
-    def entry(name, *default):
-        key = f"{arch}.{name}"
-        if key not in metadata and not default:
-            raise ValueError(f"{file.path}: the entry {key} is missing")
-        value = metadata.get(key, *default)
-        if isinstance(value, list):
-            raise ValueError(f"{file.path}: {key} differs between layers, which is not supported")
-        return value
-
-    _refuse_unknown_entries(file, arch)
-    heads, hidden = entry("attention.head_count"), entry("embedding_length")
-    head_dim = entry("attention.key_length", hidden // heads)
-    for name in ("attention.value_length", "rope.dimension_count"):
-        if entry(name, head_dim) != head_dim:
-            raise ValueError(f"{file.path}: {arch}.{name} is {entry(name)}, only the head size {head_dim} is supported")
-    eos = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot")]
-    return LlamaConfig(
-        vocab_size=entry("vocab_size", len(metadata.get("tokenizer.ggml.tokens", ())) or None),
-        hidden_size=hidden,
-        intermediate_size=entry("feed_forward_length"),
-        num_layers=entry("block_count"),
-        num_heads=heads,
-        num_kv_heads=entry("attention.head_count_kv", heads),
-        head_dim=head_dim,
-        rms_eps=_shortest(entry("attention.layer_norm_rms_epsilon")),
-        rope_theta=_shortest(entry("rope.freq_base", 10000.0)),
-        rope_scaling=_rope_scaling(file, entry, head_dim),
-        max_position_embeddings=entry("context_length"),
-        tie_embeddings="output.weight" not in file.tensors,  # GGUF's way to say so
-        attention_bias="blk.0.attn_q.bias" in file.tensors,
-        mlp_bias="blk.0.ffn_down.bias" in file.tensors,
-        bos_id=metadata.get("tokenizer.ggml.bos_token_id"),
-        eos_ids=tuple(dict.fromkeys(token for token in eos if token is not None)),
-        pad_id=metadata.get("tokenizer.ggml.padding_token_id"),
-    )
-
-
-def _refuse_unknown_entries(file: GGUFFile, arch: str) -> None:
-    for key, value in file.metadata.items():
-        name = key.removeprefix(f"{arch}.")
-        if name == key or name in _READ or name in _HARMLESS or not value or _NEUTRAL.get(name) == value:
-            continue
-        raise ValueError(f"{file.path}: {key} = {value!r} is not supported")
-
-
-def _rope_scaling(file: GGUFFile, entry, head_dim: int) -> RopeScaling:
-    kind = entry("rope.scaling.type", "linear")  # a factor without a type is linear, as older files have it
-    factor = _shortest(entry("rope.scaling.factor", entry("rope.scale_linear", 1.0)))
-    if kind not in ("none", "linear"):
-        raise ValueError(f"{file.path}: rope scaling type {kind!r} is not supported; supported: none, linear")
-    if _ROPE_FREQS in file.tensors:
-        if kind == "linear" and factor != 1.0:
-            raise ValueError(f"{file.path} has both linear rope scaling and the tensor {_ROPE_FREQS!r}")
-        return _llama3_scaling(file, _shortest(entry("rope.freq_base", 10000.0)), head_dim)
-    return RopeScaling("linear", factor) if kind == "linear" and factor not in (0.0, 1.0) else RopeScaling()
-
-
-def _llama3_scaling(file: GGUFFile, theta: float, head_dim: int) -> RopeScaling:
-    """The parameters behind a tensor of per-frequency divisors, which must be those of Llama 3.1 to 3.3."""
-    divisors = file.dequantized(_ROPE_FREQS)
-    scaling = RopeScaling("llama3", _shortest(divisors.max()), 1.0, 4.0, 8192)
-    wavelengths = 2 * np.pi * theta ** (np.arange(0, head_dim, 2) / head_dim)
-    ratio = scaling.original_max_position_embeddings / wavelengths
-    smooth = np.clip((ratio - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor), 0, 1)
-    expected = 1 / ((1 - smooth) / scaling.factor + smooth)
-    if divisors.shape != expected.shape or not np.allclose(divisors, expected, rtol=1e-4):
-        raise ValueError(
-            f"{file.path}: the tensor {_ROPE_FREQS!r} holds other frequency factors than Llama 3's "
-            f"(low 1, high 4, original length 8192), which is not supported"
-        )
-    return scaling
-
-
-def _shortest(value: float) -> float:
-    """A float32 of the header as the shortest decimal that means it: 1e-05 rather than 9.99999974e-06."""
-    return float(str(np.float32(value)))

@@ -1,6 +1,7 @@
-"""The Llama family as flax NNX modules that hold only weights.
+"""Llama and the families that differ from it in a few constants, as flax NNX modules that hold only weights.
 
 `model` is the pure model of a configuration; `Llama` is the module behind it, for those who train or change one.
+What a family sets in the configuration: `specjax.models.families`.
 Names and shapes of the weights, and where they come from: `specjax.models.llama_params`.
 """
 
@@ -12,14 +13,15 @@ import jax.numpy as jnp
 from flax import nnx
 
 from specjax import cache as kv
-from specjax.models.attention import Reach, attend, reach
-from specjax.models.config import LlamaConfig
+from specjax.models.attention import Reach, attend, reach, sliding
+from specjax.models.config import LayerKind, LlamaConfig
 from specjax.models.llama_params import abstract_params
 from specjax.models.nnx import from_nnx
-from specjax.models.rope import angles, inverse_frequencies, rotate
+from specjax.models.rope import inverse_frequencies, layer_angles, rotate
 from specjax.types import Array, KVCache, Model, ModelOutput
 
 SMALL = 2**20  # weights; a larger matrix XLA:CPU shares out by itself
+ACTIVATIONS = {"silu": jax.nn.silu, "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True)}
 
 
 def model(config: LlamaConfig, *, dtype=jnp.float32, scan_layers: bool = False) -> Model:
@@ -30,7 +32,7 @@ def model(config: LlamaConfig, *, dtype=jnp.float32, scan_layers: bool = False) 
       dtype: of the weights it will be given, float32 or bfloat16; the cache has the same.
       scan_layers: whether it will be given stacked layers.
     """
-    inverse_frequencies(config)  # an odd head_dim is refused now, not at the first pass
+    inverse_frequencies(config, config.rope)  # an odd head_dim is refused now, not at the first pass
     module = nnx.eval_shape(lambda: Llama(config, dtype=dtype, scan_layers=scan_layers))
     return from_nnx(module)[0]
 
@@ -49,23 +51,30 @@ def linear(x: Array, weight: nnx.Param, bias: nnx.Param | None = None) -> Array:
     return y if bias is None else y + _row(bias)
 
 
-def rms_norm(x: Array, scale: nnx.Param, eps: float) -> Array:
-    """x / rms(x) * scale over the last axis of x [.., E], in float32."""
-    return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps) * _row(scale, x.ndim)
+def rms_norm(x: Array, scale: nnx.Param, eps: float, offset: float = 0.0) -> Array:
+    """x / rms(x) * (scale + offset) over the last axis of x [.., E], in float32."""
+    row = _row(scale, x.ndim)
+    return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps) * (row + offset if offset else row)
 
 
 def _row(param: nnx.Param, ndim: int = 3) -> Array:
     return param[...].astype(jnp.float32).reshape((1,) * (ndim - 1) + (-1,))
 
 
+def _capped(x: Array, cap: float) -> Array:
+    return cap * jnp.tanh(x / cap) if cap else x
+
+
 class Layer(nnx.Module):
-    """Attention and a gated MLP, each behind a norm and added to the residual stream."""
+    """Attention and a gated MLP, each added to the residual stream; norms stand where there are weights for them."""
 
     def __init__(self, weights: dict[str, Array]):
         def maybe(name):
             return nnx.Param(weights[name]) if name in weights else None
 
-        self.input_norm, self.post_norm = maybe("input_norm"), nnx.Param(weights["post_norm"])
+        self.input_norm, self.attention_norm = maybe("input_norm"), maybe("attention_norm")
+        self.post_norm: Any = maybe("post_norm")
+        self.mlp_norm = maybe("mlp_norm")
         self.qkv, self.qkv_bias = nnx.Param(weights["qkv"]), maybe("qkv_bias")
         self.q_norm, self.k_norm = maybe("q_norm"), maybe("k_norm")
         self.o, self.o_bias = nnx.Param(weights["o"]), maybe("o_bias")
@@ -74,10 +83,11 @@ class Layer(nnx.Module):
 
     def __call__(self, x: Array, k: Any, v: Any, lengths: Array | None, window: "Window"):
         """x [B, T, E] and this layer's cache k, v [B, H, S, D] (or all layers', or None) -> the same three."""
-        normed = x if self.input_norm is None else rms_norm(x, self.input_norm, window.config.rms_eps)
-        y, k, v = self.attention(normed, k, v, lengths, window)
-        x = x + y
-        return x + self.mlp(rms_norm(x, self.post_norm, window.config.rms_eps)), k, v
+        config = window.config
+        y, k, v = self.attention(_normed(x, self.input_norm, config), k, v, lengths, window)
+        x = x + _normed(y, self.attention_norm, config)
+        y = self.mlp(_normed(x, self.post_norm, config), config.activation)
+        return x + _normed(y, self.mlp_norm, config), k, v
 
     def attention(self, y: Array, k: Any, v: Any, lengths: Array | None, window: "Window"):
         """What attention adds to the stream: y [B, T, in], already normed, -> ([B, T, E], k, v)."""
@@ -88,7 +98,8 @@ class Layer(nnx.Module):
         else:
             k, v = kv.write(k, k_new, lengths, window.layer), kv.write(v, v_new, lengths, window.layer)
             k_here, v_here = (k, v) if window.layer is None else (k[window.layer], v[window.layer])
-        y = attend(q, k_here, v_here, window.slots)
+        scale = config.query_scalar**-0.5 if config.query_scalar else None
+        y = attend(q, k_here, v_here, window.slots, scale=scale, softcap=config.attention_softcap)
         return linear(y.reshape(batch, width, config.q_size), self.o, self.o_bias), k, v
 
     def heads(self, y: Array, window: "Window") -> tuple[Array, Array, Array]:
@@ -98,18 +109,28 @@ class Layer(nnx.Module):
         y = linear(y, self.qkv, self.qkv_bias)
         y = y.reshape(batch, width, config.num_heads + 2 * config.num_kv_heads, config.head_dim)
         q, k, v = jnp.split(y, [config.num_heads, config.num_heads + config.num_kv_heads], axis=2)
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = rms_norm(q, self.q_norm, config.rms_eps), rms_norm(k, self.k_norm, config.rms_eps)
+        q, k = _heads_normed(q, self.q_norm, config), _heads_normed(k, self.k_norm, config)
         return rotate(q, window.cos_sin), rotate(k, window.cos_sin), v
 
-    def mlp(self, y: Array) -> Array:
+    def mlp(self, y: Array, activation: str = "silu") -> Array:
         """What the gated MLP adds to the stream: y [B, T, E], already normed, -> [B, T, E]."""
         gate, up = jnp.split(linear(y, self.gate_up, self.gate_up_bias), 2, axis=-1)
-        return linear(jax.nn.silu(gate) * up, self.down, self.down_bias)
+        return linear(ACTIVATIONS[activation](gate) * up, self.down, self.down_bias)
+
+
+def _normed(x: Array, scale: nnx.Param | None, config: LlamaConfig) -> Array:
+    return x if scale is None else rms_norm(x, scale, config.rms_eps, config.norm_offset)
+
+
+def _heads_normed(x: Array, scale: nnx.Param | None, config: LlamaConfig) -> Array:
+    """x [B, T, H, D] normed over as many channels as there are weights: those of a head, or of all heads."""
+    if scale is None or scale.shape[-1] == config.head_dim:
+        return _normed(x, scale, config)
+    return _normed(x.reshape(*x.shape[:2], -1), scale, config).reshape(x.shape)
 
 
 class Window(NamedTuple):
-    """What all layers share in one forward pass."""
+    """What all layers of a kind share in one forward pass."""
 
     config: LlamaConfig
     cos_sin: tuple[Array, Array]  # of the window's positions
@@ -141,7 +162,7 @@ class Llama(nnx.Module):
         def fresh(path, shape: jax.ShapeDtypeStruct) -> Array:
             name = path[-1].key
             if name.endswith(("norm", "bias")):
-                return jnp.full(shape.shape, name.endswith("norm"), shape.dtype)
+                return jnp.full(shape.shape, 1 - config.norm_offset if name.endswith("norm") else 0, shape.dtype)
             return (0.02 * jax.random.normal(rngs.params(), shape.shape)).astype(shape.dtype)
 
         shapes = abstract_params(config, dtype=dtype, scan_layers=scan_layers)
@@ -184,47 +205,68 @@ class Llama(nnx.Module):
             window = _doubled(tokens, positions, window_mask)
             out = self(*window, cache, feature_layers=feature_layers, logits_at=logits_at)
             return out._replace(logits=out.logits[:, :1], features=out.features[:, :1])
-        batch, width = tokens.shape
+        config, (batch, width) = self.config, tokens.shape
         if cache is None:
-            slots = reach(window_mask, jnp.zeros(batch, jnp.int32), width, width)._replace(written=None)
+            lengths = jnp.zeros(batch, jnp.int32)
+            slots = reach(window_mask, lengths, width, width)._replace(written=None)
         else:
-            slots = reach(window_mask, cache.lengths, width, jax.tree.leaves(cache.k)[0].shape[-2])
-        window = Window(self.config, angles(self.config, positions), slots)
+            lengths = cache.lengths
+            slots = reach(window_mask, lengths, width, jax.tree.leaves(cache.k)[0].shape[-2])
+        kinds = tuple(dict.fromkeys(config.layers))
+        windows = [_window(config, kind, positions, lengths, slots) for kind in kinds]
         run = self._scanned if self.scan_layers else self._unrolled
-        x, streams, cache_now = run(lookup(self.embedding, tokens), cache, window, bool(feature_layers))
-        x = rms_norm(x, self.final_norm, self.config.rms_eps)
+        x = lookup(self.embedding, tokens)
+        x = x if config.embedding_scale == 1.0 else x * config.embedding_scale
+        x, streams, cache_now = run(x, cache, windows, [kinds.index(kind) for kind in config.layers], feature_layers)
+        x = _normed(x, self.final_norm, config)
         features = jnp.concatenate([[*streams, x][layer] for layer in feature_layers] or [x[..., :0]], axis=-1)
         if logits_at is not None:
             x = jnp.take_along_axis(x, logits_at[:, None, None], axis=1)
-        logits = linear(x, self.embedding if self.head is None else self.head)
+        logits = _capped(linear(x, self.embedding if self.head is None else self.head), config.logit_softcap)
         return ModelOutput(logits, features, cache_now)
 
-    def _unrolled(self, x: Array, cache: KVCache | None, window: Window, keep: bool) -> tuple[Array, list, Any]:
+    def _unrolled(
+        self, x: Array, cache: KVCache | None, windows: list[Window], kinds: list[int], keep: tuple[int, ...]
+    ) -> tuple[Array, list, Any]:
+        """``kinds``: for each layer, which of the windows is its own. ``keep``: whether streams are wanted."""
         layers: Any = self.layers
         none = (None,) * len(layers)
         ks, vs, lengths = (none, none, None) if cache is None else cache
         streams, caches = [x], []
-        for layer, k, v in zip(layers, ks, vs):
-            x, *kv_now = layer(x, k, v, lengths, window)
+        for layer, k, v, kind in zip(layers, ks, vs, kinds):
+            x, *kv_now = layer(x, k, v, lengths, windows[kind])
             streams.append(x)
             caches.append(kv_now)
         ks, vs = zip(*caches)
         return x, streams, None if lengths is None else KVCache(ks, vs, lengths)
 
-    def _scanned(self, x: Array, cache: KVCache | None, window: Window, keep: bool) -> tuple[Array, list, Any]:
+    def _scanned(
+        self, x: Array, cache: KVCache | None, windows: list[Window], kinds: list[int], keep: tuple[int, ...]
+    ) -> tuple[Array, list, Any]:
         graph, weights = nnx.split(self.layers)
         ks, vs, lengths = (None, None, None) if cache is None else cache
+        views = [(own.cos_sin, own.slots) for own in windows]
+        stacked = jax.tree.map(lambda *x: jnp.stack(x), *views) if len(views) > 1 else None
 
         def step(carry, layer):
-            index, weights = layer
+            index, kind, weights = layer
             module: Any = nnx.merge(graph, weights)
-            x, k, v = module(*carry, lengths, window._replace(layer=index))
+            cos_sin, slots = views[0] if stacked is None else jax.tree.map(lambda x: x[kind], stacked)
+            x, k, v = module(*carry, lengths, Window(self.config, cos_sin, slots, index))
             return (x, k, v), x if keep else None
 
         # The cache is carried and written in place: as an input and output of the scan it would be copied.
-        (y, k, v), streams = jax.lax.scan(step, (x, ks, vs), (jnp.arange(self.config.num_layers), weights))
+        indices = jnp.arange(self.config.num_layers), jnp.array(kinds, jnp.int32)
+        (y, k, v), streams = jax.lax.scan(step, (x, ks, vs), (*indices, weights))
         streams = [] if streams is None else [x, *streams]
         return y, streams, None if lengths is None else KVCache(k, v, lengths)
+
+
+def _window(config: LlamaConfig, kind: LayerKind, positions: Array, lengths: Array, slots: Reach) -> Window:
+    """What layers of one kind see of a window at ``positions [B, T]``."""
+    if kind.window:
+        slots = sliding(slots, positions, lengths, kind.window)
+    return Window(config, layer_angles(config, kind.rope, positions), slots)
 
 
 def _doubled(tokens: Array, positions: Array, window_mask: Array | None) -> tuple[Array, Array, Array | None]:

@@ -7,8 +7,10 @@ Hugging Face tensors (i counts layers) to the tree; matrices are ``[out, in]`` t
     embedding                [hidden, vocab]               model.embed_tokens.weight (the head too if tie_embeddings)
     layers/i/input_norm      [hidden]                      model.layers.i.input_layernorm.weight
     layers/i/qkv             [hidden, (Hq + 2 Hkv) D]      model.layers.i.self_attn.{q,k,v}_proj.weight, side by side
-    layers/i/qkv_bias        [(Hq + 2 Hkv) D]              model.layers.i.self_attn.{q,k,v}_proj.bias (attention_bias)
+    layers/i/qkv_bias        [(Hq + 2 Hkv) D]              model.layers.i.self_attn.{q,k,v}_proj.bias (attention_bias,
+                                                           qkv_bias)
     layers/i/{q,k}_norm      [D]                           model.layers.i.self_attn.{q,k}_norm.weight (qk_norm)
+                             [Hq D], [Hkv D]               (wide_qk_norm)
     layers/i/o               [Hq D, hidden]                model.layers.i.self_attn.o_proj.weight
     layers/i/o_bias          [hidden]                      model.layers.i.self_attn.o_proj.bias (attention_bias)
     layers/i/post_norm       [hidden]                      model.layers.i.post_attention_layernorm.weight
@@ -18,6 +20,13 @@ Hugging Face tensors (i counts layers) to the tree; matrices are ``[out, in]`` t
     layers/i/down_bias       [hidden]                      model.layers.i.mlp.down_proj.bias (mlp_bias)
     final_norm               [hidden]                      model.norm.weight
     head                     [hidden, vocab]               lm_head.weight (absent when tie_embeddings)
+
+Norms are those of ``norms="before"``. Families that norm what attention and MLP give back have other names for them:
+
+    layers/i/input_norm      model.layers.i.input_layernorm.weight               (both)
+    layers/i/attention_norm  model.layers.i.post_attention_layernorm.weight      (both, after)
+    layers/i/post_norm       model.layers.i.pre_feedforward_layernorm.weight     (both)
+    layers/i/mlp_norm        model.layers.i.post_feedforward_layernorm.weight    (both, after)
 
 With ``scan_layers`` the tree under ``layers`` is one layer whose leaves have a leading axis L.
 """
@@ -32,6 +41,15 @@ import numpy as np
 
 from specjax.models.config import LlamaConfig
 from specjax.types import Array, PyTree
+
+NORMS = {  # ours: theirs, by `LlamaConfig.norms`
+    "before": {"input_norm": "input_layernorm", "post_norm": "post_attention_layernorm"},
+    "after": {"attention_norm": "post_attention_layernorm", "mlp_norm": "post_feedforward_layernorm"},
+    "both": {
+        "input_norm": "input_layernorm", "attention_norm": "post_attention_layernorm",
+        "post_norm": "pre_feedforward_layernorm", "mlp_norm": "post_feedforward_layernorm",
+    },
+}  # fmt: skip
 
 
 class Source(NamedTuple):
@@ -60,19 +78,20 @@ def layer_sources(config: LlamaConfig, prefix: str, *, inputs: int | None = None
     qkv = [f"self_attn.{name}_proj" for name in "qkv"]
     gate_up = ["mlp.gate_proj", "mlp.up_proj"]
     sources = {
-        "input_norm": source(["input_layernorm.weight"], [e]),
         "qkv": source([f"{name}.weight" for name in qkv], [q, kv, kv], inputs or e),
         "o": source(["self_attn.o_proj.weight"], [e], q),
-        "post_norm": source(["post_attention_layernorm.weight"], [e]),
         "gate_up": source([f"{name}.weight" for name in gate_up], [f, f], e),
         "down": source(["mlp.down_proj.weight"], [e], f),
     }
-    if config.attention_bias:
+    sources |= {ours: source([f"{theirs}.weight"], [e]) for ours, theirs in NORMS[config.norms].items()}
+    if config.attention_bias or config.qkv_bias:
         sources["qkv_bias"] = source([f"{name}.bias" for name in qkv], [q, kv, kv])
+    if config.attention_bias:
         sources["o_bias"] = source(["self_attn.o_proj.bias"], [e])
-    if config.qk_norm:
-        sources["q_norm"] = source(["self_attn.q_norm.weight"], [config.head_dim])
-        sources["k_norm"] = source(["self_attn.k_norm.weight"], [config.head_dim])
+    if config.qk_norm or config.wide_qk_norm:
+        sizes = (q, kv) if config.wide_qk_norm else (config.head_dim, config.head_dim)
+        sources["q_norm"] = source(["self_attn.q_norm.weight"], [sizes[0]])
+        sources["k_norm"] = source(["self_attn.k_norm.weight"], [sizes[1]])
     if config.mlp_bias:
         sources["gate_up_bias"] = source([f"{name}.bias" for name in gate_up], [f, f])
         sources["down_bias"] = source(["mlp.down_proj.bias"], [e])

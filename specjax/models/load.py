@@ -12,7 +12,8 @@ import numpy as np
 
 from specjax.models import fetch, huggingface, llama, llama_params, orbax, tokenizer
 from specjax.models.config import LlamaConfig
-from specjax.models.gguf import GGUFFile, config_of
+from specjax.models.gguf import GGUFFile
+from specjax.models.gguf_config import config_of
 from specjax.models.language_model import LanguageModel
 from specjax.static import show
 from specjax.types import PyTree

@@ -13,13 +13,12 @@ import json
 import os
 import pathlib
 import tempfile
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from specjax.models import huggingface, llama, llama_params, tokenizer
-from specjax.models.config import LlamaConfig, RopeScaling
+from specjax.models.config import LlamaConfig, from_json
 from specjax.models.language_model import LanguageModel, checked
 from specjax.static import show
 from specjax.types import PyTree
@@ -89,8 +88,7 @@ def load(path: pathlib.Path, *, dtype="float32", scan_layers: bool = False) -> L
             f"this version of specjax reads format {_FORMAT}, family 'llama'"
         )
     _check_files(path / "params", manifest["files"])
-    settings: dict[str, Any] = dict(manifest["config"])
-    config = LlamaConfig(**{**settings, "rope_scaling": RopeScaling(**settings["rope_scaling"])})
+    config = from_json(manifest["config"])
     params = _restore(path / "params", llama_params.abstract_params(config, dtype=jnp.dtype(dtype)))
     text = None
     if manifest["tokenizer"] is not None:
