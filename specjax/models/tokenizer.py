@@ -10,6 +10,8 @@ import pathlib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from specjax.models import sentencepiece
+
 # GGUF token types (gguf.TokenType): these two are cut out of the text before anything else looks at it.
 _CONTROL, _USER_DEFINED = 3, 4
 
@@ -203,8 +205,7 @@ def from_gguf(metadata: Mapping[str, Any], source: str) -> Tokenizer:
     Raises:
       ValueError: naming an unknown tokenizer model or pre-tokenizer, a missing entry or a repeated token.
     """
-    import tokenizers
-    from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, processors
+    from tokenizers import AddedToken, processors
 
     def entry(name, *default):
         key = f"tokenizer.ggml.{name}"
@@ -212,32 +213,26 @@ def from_gguf(metadata: Mapping[str, Any], source: str) -> Tokenizer:
             raise ValueError(f"{source}: the tokenizer entry {key} is missing")
         return metadata.get(key, *default)
 
-    kind, pre = entry("model"), entry("pre", None)
-    if kind != "gpt2":
-        raise ValueError(f"{source}: tokenizer model {kind!r} is not supported; supported: 'gpt2' (byte-level BPE)")
-    if pre not in _PRE_TOKENIZERS:
-        supported = ", ".join(_PRE_TOKENIZERS)
-        raise ValueError(f"{source}: tokenizer.ggml.pre is {pre!r}, which is not supported; supported: {supported}")
-
+    kind = entry("model")
+    if kind not in ("gpt2", "llama"):
+        raise ValueError(
+            f"{source}: tokenizer model {kind!r} is not supported; supported: 'gpt2' (byte-level BPE), 'llama' "
+            "(SentencePiece)"
+        )
     tokens = entry("tokens")
     vocab = {string: token for token, string in enumerate(tokens)}
     if len(vocab) != len(tokens):
         repeated = next(string for token, string in enumerate(tokens) if vocab[string] != token)
         raise ValueError(f"{source}: token {repeated!r} occurs twice in tokenizer.ggml.tokens")
-    merges = [tuple(merge.split(" ")) for merge in entry("merges")]
-    try:
-        backend = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=pre == "llama-bpe"))
-    except Exception as error:
-        raise ValueError(f"{source}: the merges do not fit the tokens: {error}") from error
-
-    pattern, gpt2_regex = _PRE_TOKENIZERS[pre]
-    bytewise = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=gpt2_regex)
-    split = [pre_tokenizers.Split(Regex(pattern), "isolated")] if pattern else []
-    backend.pre_tokenizer = pre_tokenizers.Sequence([*split, bytewise])
-    backend.decoder = decoders.ByteLevel()
     types = entry("token_type", [1] * len(tokens))
-    if len(types) != len(tokens):
-        raise ValueError(f"{source}: {len(tokens)} tokens, but {len(types)} entries in tokenizer.ggml.token_type")
+    scores = entry("scores") if kind == "llama" else types
+    for name, values in (("token_type", types), ("scores", scores)):
+        if len(values) != len(tokens):
+            raise ValueError(f"{source}: {len(tokens)} tokens, but {len(values)} entries in tokenizer.ggml.{name}")
+    if kind == "llama":
+        backend = sentencepiece.backend(tokens, scores, types, space_prefix=entry("add_space_prefix", True))
+    else:
+        backend = _byte_level(vocab, entry("merges"), entry("pre", None), source)
     typed = list(zip(tokens, types))
     backend.add_special_tokens([AddedToken(s, special=True, normalized=False) for s, t in typed if t == _CONTROL])
     backend.add_tokens([AddedToken(s, normalized=False) for s, t in typed if t == _USER_DEFINED])
@@ -246,8 +241,9 @@ def from_gguf(metadata: Mapping[str, Any], source: str) -> Tokenizer:
     for name, token in (("bos", bos_id), ("eos", eos_id)):
         if token is not None and not 0 <= token < len(tokens):
             raise ValueError(f"{source}: {name}_token_id is {token}, but there are {len(tokens)} tokens")
-    # llama.cpp's defaults: Llama 3's tokenizer begins every text with BOS, the others do not.
-    before = [(tokens[bos_id], bos_id)] if bos_id is not None and entry("add_bos_token", pre == "llama-bpe") else []
+    # llama.cpp's defaults: SentencePiece and Llama 3's tokenizer begin every text with BOS, the others do not.
+    begins = entry("add_bos_token", kind == "llama" or entry("pre", None) == "llama-bpe")
+    before = [(tokens[bos_id], bos_id)] if bos_id is not None and begins else []
     after = [(tokens[eos_id], eos_id)] if eos_id is not None and entry("add_eos_token", False) else []
     if before or after:
         template = [*(string for string, _ in before), "$A", *(string for string, _ in after)]
@@ -255,3 +251,24 @@ def from_gguf(metadata: Mapping[str, Any], source: str) -> Tokenizer:
             single=template, pair=[*template, "$B"], special_tokens=list(dict.fromkeys(before + after))
         )
     return Tokenizer(backend, bos_id=bos_id, eos_id=eos_id)
+
+
+def _byte_level(vocab: Mapping[str, int], merges: Iterable[str], pre: str | None, source: str) -> Any:
+    import tokenizers
+    from tokenizers import Regex, decoders, models, pre_tokenizers
+
+    if pre not in _PRE_TOKENIZERS:
+        supported = ", ".join(_PRE_TOKENIZERS)
+        raise ValueError(f"{source}: tokenizer.ggml.pre is {pre!r}, which is not supported; supported: {supported}")
+    pairs = [tuple(merge.split(" ")) for merge in merges]
+    try:
+        model = models.BPE(vocab=dict(vocab), merges=pairs, ignore_merges=pre == "llama-bpe")
+    except Exception as error:
+        raise ValueError(f"{source}: the merges do not fit the tokens: {error}") from error
+    backend = tokenizers.Tokenizer(model)
+    pattern, gpt2_regex = _PRE_TOKENIZERS[pre]
+    bytewise = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=gpt2_regex)
+    split = [pre_tokenizers.Split(Regex(pattern), "isolated")] if pattern else []
+    backend.pre_tokenizer = pre_tokenizers.Sequence([*split, bytewise])
+    backend.decoder = decoders.ByteLevel()
+    return backend

@@ -77,7 +77,9 @@ def test_llama3_pre_tokenizer_adds_bos_and_groups_digits_by_three():
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"model": "llama"}, "tokenizer model 'llama'"),
+        ({"model": "t5"}, "tokenizer model 't5'"),
+        ({"model": "llama"}, "tokenizer.ggml.scores is missing"),
+        ({"model": "llama", "scores": [0.0]}, "1 entries in tokenizer.ggml.scores"),
         ({"pre": "mystery"}, "'mystery'"),
         ({"pre": None}, "tokenizer.ggml.pre is None"),
         ({"tokens": None}, "tokenizer.ggml.tokens is missing"),
