@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from specjax import LanguageModel
-from specjax.drafters.dflash import DFlashConfig
 from specjax.drafters.eagle import EagleConfig
 from specjax.drafters.medusa import MedusaConfig
 from specjax.models.config import LlamaConfig
@@ -163,8 +162,6 @@ def _cut(path):
         (lambda p: params_for(EagleConfig(ONE, (1,), draft_vocab_size=3), target()), "give ids"),
         (lambda p: heads.laws(MEDUSA, {}, {"embedding": None}, jnp.zeros((1, 4)), None, depth=3), "drafts 2 tokens"),
         (lambda p: heads.laws("x", {}, {}, jnp.zeros((1, 4)), None), "give the configuration of a head"),
-        (lambda p: heads.laws(DFlashConfig(ONE, (1,), 0, confidence=True), {}, {}, jnp.zeros((1, 4)), None),
-         "confidence head is not trained"),
         (lambda p: distill.head_loss(MEDUSA, target()), "does not say num_layers"),
     ],
 )  # fmt: skip

@@ -1,61 +1,216 @@
-"""The distillation losses: closed forms, masks, and bans that must not become NaN."""
+"""The losses place by place: closed forms, gradients against finite differences, bans, reduced vocabularies, sums."""
+
+import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specjax.train import acceptance, distillation_loss
+from specjax.train import losses
+from specjax.train.types import Mean
 
 P, Q = np.array([0.7, 0.3]), np.array([0.5, 0.5])
+SOFT = [name for name in losses.NAMES if name != "cross_entropy"]
+IDS, TOKENS = np.array([0, 2, 3, 6]), np.array([2, 5, 0])  # of 7; token 5 is outside
+inf = np.inf
 
 
-@pytest.mark.parametrize(("loss", "value"), [("forward_kl", 0.7 * np.log(1.4) + 0.3 * np.log(0.6)), ("tv", 0.2)])
-def test_closed_form_whatever_the_number_of_positions(loss, value):
-    for positions in (1, 4):
-        p = jnp.tile(jnp.array(P, jnp.float32), (positions, 1))
-        logits = jnp.log(jnp.tile(jnp.array(Q, jnp.float32), (positions, 1)))
-        got, alpha = distillation_loss(logits, p, jnp.ones(positions, bool), loss=loss)
-        np.testing.assert_allclose(got, value, rtol=1e-5)
-        np.testing.assert_allclose(alpha, 0.8, rtol=1e-6)
+# --- what the losses are, in float64 numpy
 
 
-def test_direction_is_forward():
-    logits, p = jnp.log(jnp.array([Q], jnp.float32)), jnp.array([P], jnp.float32)
-    forward, _ = distillation_loss(logits, p, jnp.array([True]))
-    np.testing.assert_allclose(forward, 0.0823, atol=1e-4)  # the reverse is 0.0872
+def softmax(x):
+    x = np.exp(x - np.max(x, -1, keepdims=True))
+    return x / x.sum(-1, keepdims=True)
 
 
-def test_acceptance_is_one_minus_total_variation():
+def kl(p, q):
+    return (p * np.log(p / q)).sum(-1)
+
+
+def oracle(name, q_logits, p_logits, ids=None, temperature=1.0, mix=None, tokens=None):
+    """[..., ] values; ``mix``: the weight of KL in hybrid."""
+    p, q = softmax(p_logits / temperature), softmax(q_logits / temperature)
+    inside = p if ids is None else p[..., ids]
+    overlap, share = np.minimum(inside, q).sum(-1), inside.sum(-1)
+    p = inside / share[..., None]
+    if name == "cross_entropy":
+        return -np.log(np.take_along_axis(q, tokens[..., None], -1)[..., 0])
+    if name == "hybrid":
+        return mix * temperature**2 * share * kl(p, q) + (1 - mix) * (1 - overlap)
+    values = {
+        "forward_kl": kl(p, q), "reverse_kl": kl(q, p), "js": (kl(p, (p + q) / 2) + kl(q, (p + q) / 2)) / 2,
+        "tv": 1 - overlap, "nla": -np.log(overlap),
+    }  # fmt: skip
+    return values[name] * (1 if name in ("tv", "nla") else temperature**2)
+
+
+def mix_of(q_logits, p_logits, ids, temperature):
+    p, q = softmax(p_logits / temperature), softmax(q_logits / temperature)
+    return np.exp(-3.0 * np.minimum(p if ids is None else p[..., ids], q).sum(-1))
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def compare(how, q_logits, p_logits, tokens=None, ids=None):
+    return losses.compare(how, q_logits, losses.law(p_logits, ids, how), tokens, ids)
+
+
+# --- values
+
+
+@pytest.mark.parametrize("name", losses.NAMES)
+def test_values_are_the_closed_forms_however_the_places_are_split(name):
+    """Case 132: the direction of KL, and a mean that does not depend on how many places there are or where cuts are."""
+    log = {"forward_kl": 0.0823, "reverse_kl": 0.0872, "tv": 0.2, "nla": -np.log(0.8), "cross_entropy": np.log(2)}
+    mix = np.exp(-3 * 0.8)
+    log |= {"hybrid": mix * 0.0823 + (1 - mix) * 0.2, "js": (kl(P, (P + Q) / 2) + kl(Q, (P + Q) / 2)) / 2}
+    q, p = (np.log(np.tile(x, (4, 1))).astype(np.float32) for x in (Q, P))
+    made = compare(losses.divergence(name), q, p, np.zeros(4, np.int32))
+    np.testing.assert_allclose(made.values, log[name], atol=1e-4)
+    np.testing.assert_allclose(made.alpha, 0.8, rtol=1e-6)
+    counts = np.array([1, 1, 0, 1], np.float32)
+    whole = losses.mean(made.values, counts)
+    halves = [losses.mean(made.values[cut], counts[cut]) for cut in (slice(1), slice(1, 4))]
+    for mean in (whole, Mean(*(sum(x) for x in zip(*halves)))):
+        np.testing.assert_allclose(mean.value(), log[name], atol=1e-4)
+        assert mean.weight == 3
+
+
+@pytest.mark.parametrize("ids", [None, IDS], ids=["whole", "reduced"])
+def test_acceptance_is_one_minus_total_variation_of_the_whole_law(ids):
     rng = np.random.default_rng(0)
-    p, q = rng.dirichlet(np.ones(7), 5), rng.dirichlet(np.ones(7), 5)
-    got = acceptance(jnp.array(p, jnp.float32), jnp.array(q, jnp.float32))
-    np.testing.assert_allclose(got, 1 - 0.5 * np.abs(p - q).sum(-1), rtol=1e-5)
+    p, q = rng.dirichlet(np.ones(7), 5), rng.dirichlet(np.ones(7 if ids is None else 4), 5)
+    every = q
+    if ids is not None:
+        every = np.zeros((5, 7))
+        every[:, ids] = q
+    how = losses.divergence()
+    law = losses.law_of_probs(jnp.asarray(p, jnp.float32), ids)
+    got = losses.compare(how, jnp.asarray(np.log(q), jnp.float32), law)
+    np.testing.assert_allclose(got.alpha, 1 - 0.5 * np.abs(p - every).sum(-1), rtol=1e-5)
 
 
-@pytest.mark.parametrize("loss", ["forward_kl", "tv"])
-def test_banned_ids_give_finite_values_and_gradients(loss):
-    logits = jnp.array([[0.0, 1.0, -jnp.inf], [2.0, -jnp.inf, -jnp.inf]])
-    p = jnp.array([[0.4, 0.6, 0.0], [1.0, 0.0, 0.0]])
-    value, grad = jax.value_and_grad(lambda x: distillation_loss(x, p, jnp.ones(2, bool), loss=loss)[0])(logits)
-    assert np.isfinite(value) and np.isfinite(grad).all()
-    assert not grad[:, 2].any()
-
-
-@pytest.mark.parametrize("loss", ["forward_kl", "tv"])
-def test_masked_positions_add_neither_loss_nor_gradient(loss):
+@pytest.mark.parametrize(
+    ("name", "temperature"),
+    [
+        ("cross_entropy", 1.0), *((name, 1.7) for name in SOFT),
+        *(pytest.param(name, 1.0, marks=pytest.mark.full) for name in SOFT),
+    ],
+)  # fmt: skip
+def test_gradients_are_those_of_finite_differences(name, temperature):
+    """Of an oracle in float64, with a reduced vocabulary; T^2 for the divergences."""
     rng = np.random.default_rng(1)
-    logits = jnp.array(rng.normal(size=(3, 5)), jnp.float32)
-    p = jnp.array(rng.dirichlet(np.ones(5), 3), jnp.float32)
-    mask = jnp.array([True, False, True])
-    value, grad = jax.value_and_grad(lambda x: distillation_loss(x, p, mask, loss=loss)[0])(logits)
-    alone, _ = distillation_loss(logits[::2], p[::2], jnp.ones(2, bool), loss=loss)
-    np.testing.assert_allclose(value, alone, rtol=1e-6)
-    assert grad[0].any() and not grad[1].any()
-    value, grad = jax.value_and_grad(lambda x: distillation_loss(x, p, jnp.zeros(3, bool), loss=loss)[0])(logits)
-    assert value == 0 and not grad.any()
+    q, p = 1.5 * rng.normal(size=(3, 4)), 1.5 * rng.normal(size=(3, 7))
+    columns = np.array([1, 3, 0])  # of TOKENS; the second is outside: any column, it weighs nothing
+    how = losses.divergence(name, temperature=temperature)
+    ours = functools.partial(
+        oracle, name, p_logits=p, ids=IDS, temperature=temperature, tokens=columns,
+        mix=mix_of(q, p, IDS, temperature),
+    )  # fmt: skip
+    step, expected = 1e-5, np.zeros_like(q)
+    for column in range(4):
+        move = step * np.eye(4)[column]
+        expected[:, column] = (ours(q + move) - ours(q - move)) / (2 * step)
+    with jax.enable_x64(True):
+        value, pull = jax.vjp(lambda x: compare(how, x, jnp.asarray(p), TOKENS, IDS).values, jnp.asarray(q))
+        got = pull(jnp.ones(3))[0]
+    assert value.dtype == np.float64
+    np.testing.assert_allclose(value, ours(q), rtol=1e-9)
+    np.testing.assert_allclose(got, expected, atol=1e-8)
+    single = compare(how, q.astype(np.float32), p.astype(np.float32), TOKENS, IDS).values
+    np.testing.assert_allclose(single, value, rtol=1e-4, atol=1e-6)
 
 
-def test_unknown_loss_is_refused():
-    with pytest.raises(ValueError, match="reverse_kl"):
-        distillation_loss(jnp.zeros((1, 2)), jnp.ones((1, 2)) / 2, jnp.ones(1, bool), loss="reverse_kl")
+def test_hybrid_goes_from_kl_to_tv():
+    rng = np.random.default_rng(2)
+    q, p = rng.normal(size=(2, 5)).astype(np.float32), rng.normal(size=(2, 5)).astype(np.float32)
+    for eta, name in ((0, "forward_kl"), (1e4, "tv")):
+        got = compare(losses.divergence("hybrid", eta=eta), q, p).values
+        np.testing.assert_allclose(got, compare(losses.divergence(name), q, p).values, rtol=1e-5)
+
+
+# --- bans
+
+
+@pytest.mark.parametrize("name", losses.NAMES)
+def test_banned_ids_give_finite_values_and_derivatives(name):
+    """Case 130: -inf for the student, the teacher, both, and a row that has nothing else; grad and jvp."""
+    q = np.array([[0, 1, -inf, 2], [-inf, 0, -inf, 1], [1, 2, 0, 1], [-inf] * 4, [0, -inf, -inf, -inf]], np.float32)
+    p = np.array([[1, 0, -inf, 2], [0, 1, 2, 1], [-inf, 0, -inf, -inf], [0, 1, 2, 3], [-inf, 0, 1, 2]], np.float32)
+    how, tokens = losses.divergence(name), np.array([3, 2, 1, 0, 2])
+
+    @jax.jit
+    def everything(x):
+        def values(x):
+            return losses.compare(how, x, losses.law(p, None, how), tokens)[::2]
+
+        primal, tangent = jax.jvp(values, (x,), (jnp.ones_like(x),))
+        return primal, tangent, jax.grad(lambda x: values(x)[0].sum())(x)
+
+    (primal, alpha), (tangent, zero), grad = everything(q)
+    for found in (primal, tangent, grad, alpha):
+        assert np.isfinite(found).all()
+    assert not np.any(zero)
+    assert not grad[np.isneginf(q)].any()
+    assert (np.asarray(primal) >= -1e-6).all()
+
+
+def test_nan_is_not_hidden():
+    q, p = np.array([[0, np.nan]], np.float32), np.zeros((1, 2), np.float32)
+    assert np.isnan(compare(losses.divergence(), q, p).values).all()
+
+
+def test_places_of_weight_zero_add_neither_value_nor_gradient_whatever_they_hold():
+    values, weight = np.array([1.0, np.nan, 3.0], np.float32), np.array([1.0, 0.0, 0.5], np.float32)
+    mean, grad = jax.value_and_grad(lambda x: losses.mean(x, weight).total)(values)
+    assert mean == 2.5 and grad.tolist() == [1.0, 0.0, 0.5]
+    nothing = losses.mean(values, np.zeros(3, np.float32))
+    assert nothing.value() == 0 and nothing.weight == 0
+
+
+# --- reduced vocabularies
+
+
+@pytest.mark.parametrize("name", losses.NAMES)
+def test_places_weigh_what_the_draft_vocabulary_can_say(name):
+    """Case 136: the mass inside for what is renormalised, the token for cross-entropy, 1 for acceptance itself."""
+    p = np.array([[0.1, 0.2, 0.3, 0.1, 0.1, 0.1, 0.1], [0, 0.5, 0, 0, 0.5, 0, 0], [0.25, 0, 0.25, 0.25, 0, 0, 0.25]])
+    with np.errstate(divide="ignore"):
+        logits = np.log(p).astype(np.float32)
+    q = np.random.default_rng(3).normal(size=(3, 4)).astype(np.float32)
+    def total(x):
+        made = compare(losses.divergence(name), x, logits, TOKENS, IDS)
+        return losses.mean(made.values, made.weight).total, made
+
+    grad, made = jax.grad(total, has_aux=True)(q)
+    share = p[:, IDS].sum(-1)
+    weights = {"cross_entropy": [1, 0, 1], "tv": [1] * 3, "nla": [1] * 3, "hybrid": [1] * 3}
+    np.testing.assert_allclose(made.weight, weights.get(name, share), atol=1e-6)
+
+    assert np.isfinite(made.values).all() and grad[0].any()
+    assert not grad[1].any()  # nothing the drafter can say is right there, so nothing is learnt
+
+
+def test_log_odds_learn_the_chance_itself():
+    chance, odds = np.array([0.2, 0.9, 0.0, 1.0]), np.array([0.3, -2.0, 30.0, 1.0])
+    got, grad = jax.vjp(lambda x: losses.binary(x, jnp.asarray(chance, jnp.float32)), jnp.asarray(odds, jnp.float32))
+    sigmoid = 1 / (1 + np.exp(-odds))
+    with np.errstate(divide="ignore"):
+        expected = -(chance * np.log(sigmoid) + (1 - chance) * np.log1p(-sigmoid))
+    np.testing.assert_allclose(got, expected, rtol=1e-3)
+    np.testing.assert_allclose(grad(jnp.ones(4))[0], sigmoid - chance, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"name": "kl"}, "loss='kl': choose one of 'forward_kl', 'reverse_kl'"),
+        ({"temperature": 0}, "temperature=0: must be a number of 0.001 or more"),
+        ({"temperature": True}, "temperature=True"),
+        ({"name": "hybrid", "eta": -1}, "eta=-1: must be a number of 0 or more"),
+        ({"name": "cross_entropy", "temperature": 2}, "cross_entropy is about tokens"),
+    ],
+)
+def test_mistakes_are_refused_with_the_remedy(arguments, words):
+    with pytest.raises(ValueError, match=words):
+        losses.divergence(**arguments)

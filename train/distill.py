@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax.models.language_model import LanguageModel
-from specjax.static import bind, show, whole
-from specjax.train import heads
-from specjax.train.losses import acceptance, distillation_loss
+from specjax.static import bind, whole
+from specjax.train import students
+from specjax.train.types import Batch as Batch
 from specjax.types import Array, PyTree
 
 
@@ -25,11 +25,7 @@ class Optimiser(NamedTuple):
     clip: float = 1.0  # largest global norm of a gradient
 
 
-class Batch(NamedTuple):
-    """Texts from position 0, right-padded."""
-
-    tokens: Array  # [B, T] int32
-    counts: Array  # [B, T] bool: the token is to be learnt
+Loss = Callable[..., tuple[Array, dict[str, Array]]]  # (params, given, batch, key) -> loss, metrics
 
 
 class Training(NamedTuple):
@@ -40,63 +36,17 @@ class Training(NamedTuple):
     slots: PyTree  # the optimiser's, of what is trained only
 
 
-Loss = Callable[..., tuple[Array, dict[str, Array]]]  # (params, given, batch, key) -> loss, metrics
 
 
-def head_loss(
-    config: heads.HeadConfig, target: LanguageModel, *, depth: int | None = None, decay: float = 0.8,
-    anchors: int = 0,
-) -> Loss:  # fmt: skip
-    """The distillation loss of a head as a hashable function ``(params, target params, batch, key)``.
-
-    At every depth it compares the head's law with the target's on the head's vocabulary (on a reduced one the target's
-    is renormalised there), forward KL, weighted ``decay ** depth``.
-
-    Args:
-      config: the head's.
-      target: the model it drafts for.
-      depth, anchors: see `specjax.train.heads.laws`; ``anchors`` is how many blocks of a text DFlash trains on, at
-        random places; 0 is all places.
-
-    Returns:
-      A loss whose metrics are "alpha", the chance that the first draft token would be accepted under "rejection" at
-      temperature 1 (of the whole target law, also for a reduced vocabulary), and "alpha_d" at every further depth.
-
-    Raises:
-      ValueError: a target without ``config.num_layers``.
-    """
-    layers = heads.feature_layers(config, getattr(target.config, "num_layers", 0))
-    if not hasattr(target.config, "num_layers"):
-        raise ValueError(f"target={show(target)}: its config does not say num_layers; give what specjax.load returns")
-    return bind(_head_loss, config, target.model, layers, depth, decay, anchors)
+def head_loss(config: Any, target: LanguageModel, **options: Any) -> Loss:
+    """`specjax.train.students.head_loss`, divided, as `fit` takes it."""
+    return bind(_divided, students.head_loss(config, target, **options))
 
 
-def _head_loss(config, model, layers, depth, decay, anchors, params, weights, batch: Batch, key):
-    reading = heads.read(LanguageModel(model, weights), batch.tokens, layers)
-    width, places = batch.tokens.shape[1], None
-    if anchors:
-        places = 1 + jax.random.permutation(key, width - 1)[: min(anchors, width - 1)].astype(jnp.int32)
-    said = heads.laws(config, params, weights, batch.tokens, reading.features, depth=depth, anchors=places)
-    # A row counts if the token it is about does: the one after it.
-    rows_count = jnp.pad(batch.counts[:, 1:], ((0, 0), (0, 1)))
-    losses, metrics = [], {}
-    for d, (logits, rows) in enumerate(said):
-        at = jnp.minimum(rows, width - 1)
-        mask = rows_count[:, at] & (rows < width)[None]
-        probs = jax.nn.softmax(reading.logits[:, at])
-        ids = heads.ids(params)
-        kept = probs if ids is None else probs[..., ids]
-        share = jnp.maximum(kept.sum(-1, keepdims=True), 1e-9)
-        loss, _ = distillation_loss(logits, kept / share, mask)
-        losses.append(loss * decay**d)
-        alpha = jax.lax.stop_gradient(acceptance(kept, jax.nn.softmax(logits)))
-        metrics["alpha" if d == 0 else f"alpha_{d + 1}"] = _mean(alpha, mask)
-    total = sum(losses) / sum(decay**d for d in range(len(said)))
-    return total, metrics
-
-
-def _mean(values: Array, mask: Array) -> Array:
-    return jnp.where(mask, values, 0.0).sum() / jnp.maximum(mask.sum(), 1).astype(jnp.float32)
+def _divided(loss: Any, *arguments: Any) -> tuple[Array, dict[str, Array]]:
+    total, metrics = loss(*arguments)
+    weight = metrics.pop("loss").weight
+    return total / (weight + (weight == 0).astype(weight.dtype)), {name: m.value() for name, m in metrics.items()}
 
 
 def _transform(settings: Optimiser) -> Any:

@@ -26,42 +26,62 @@ from specjax.static import show
 from specjax.train.heads import HeadConfig
 from specjax.types import Array, PyTree
 
-KINDS = ("medusa", "eagle", "mtp", "dflash")
+KINDS = ("medusa", "eagle", "mtp", "dflash", "eagle1")
 
 
-def config_for(kind: str, target: LanguageModel, *, draft_vocab_size: int = 0, num_draft_tokens: int = 4) -> HeadConfig:
+def config_for(
+    kind: str, target: LanguageModel, *, draft_vocab_size: int = 0, num_draft_tokens: int = 4, **settings: Any
+) -> HeadConfig:
     """A small head of a kind, with layers like the target's.
+
+    "eagle" is EAGLE-3 over the streams after layers 2, L / 2 and L - 3 and what the target's head reads, each normed.
 
     Args:
       kind: one of `KINDS`.
       target: a Llama-family model.
-      draft_vocab_size: tokens that can be drafted, 0 is all; EAGLE and DFlash.
+      draft_vocab_size: tokens that can be drafted, 0 is all; EAGLE-3 and DFlash.
       num_draft_tokens: Medusa heads, or laws in a DFlash block; the others draft as far as they are asked to.
+      settings: fields of the configuration that are to be others, e.g. ``feature_layers=(2, 15, 27)`` or, for DFlash,
+        ``markov_rank=64, confidence=True``.
 
     Raises:
-      ValueError: an unknown kind; a reduced vocabulary for a head that shares the target's projection.
+      ValueError: an unknown kind or setting; a reduced vocabulary for a head that shares the target's projection.
     """
     if kind not in KINDS:
         raise ValueError(f"kind={show(kind)}: choose one of {', '.join(map(repr, KINDS))}")
-    if draft_vocab_size and kind in ("medusa", "mtp"):
+    if draft_vocab_size and kind in ("medusa", "mtp", "eagle1"):
         raise ValueError(f"draft_vocab_size={draft_vocab_size}: a {kind} head drafts from the whole vocabulary: 0")
-    config = target.config
+    config = _config_for(kind, target.config, draft_vocab_size, num_draft_tokens)
+    known = [field.name for field in dataclasses.fields(config)]
+    for name in settings:
+        if name not in known:
+            raise ValueError(f"{name}={show(settings[name])}: a {kind} head has {', '.join(known)}")
+    return dataclasses.replace(config, **settings)
+
+
+def _config_for(kind: str, config: Any, draft_vocab_size: int, num_draft_tokens: int) -> HeadConfig:
     last = config.num_layers
     one = dataclasses.replace(config, num_layers=1, tie_embeddings=False)
-    streams = tuple(sorted({min(2, last - 1), last // 2, last - 1}))
     if kind == "medusa":
         return MedusaConfig(config.hidden_size, config.vocab_size, num_heads=num_draft_tokens, shared=True)
     if kind == "eagle":
-        return EagleConfig(one, streams, draft_vocab_size=draft_vocab_size)
+        late = max(last - 3, last // 2)
+        streams = (*sorted({min(2, late), last // 2, late}), last + 1)
+        return EagleConfig(one, streams, draft_vocab_size=draft_vocab_size, fc_norm=True)
+    if kind == "eagle1":
+        return EagleConfig(one, (last + 1,), version=1)
     if kind == "mtp":
         return MTPConfig(one, (last + 1,))
+    streams = tuple(sorted({min(2, last - 1), last // 2, last - 1}))
     return DFlashConfig(
         one, streams, mask_token_id=config.pad_id or 0, block_size=num_draft_tokens + 1,
         draft_vocab_size=draft_vocab_size,
     )  # fmt: skip
 
 
-def params_for(config: HeadConfig, target: LanguageModel, *, ids: Any = None, seed: int = 0) -> PyTree:
+def params_for(
+    config: HeadConfig, target: LanguageModel, *, ids: Any = None, seed: int = 0, own_head: bool = True
+) -> PyTree:
     """Weights to start from: the target's last layer, final norm and projection where the head has their like.
 
     Medusa heads start as in their paper: blocks that do nothing yet, before the target's projection.
@@ -71,6 +91,8 @@ def params_for(config: HeadConfig, target: LanguageModel, *, ids: Any = None, se
       target: its params are unrolled or stacked.
       ids: [M] target ids of a reduced vocabulary, ascending; not looked at without one.
       seed: of what stays random.
+      own_head: for EAGLE-3, False leaves the output head to the target: its columns at ``ids``, which are neither
+        trained nor stored.
 
     Raises:
       ValueError: a reduced vocabulary without ids.
@@ -85,7 +107,8 @@ def params_for(config: HeadConfig, target: LanguageModel, *, ids: Any = None, se
     if ids is None and config.draft_vocab_size:
         raise ValueError(f"draft_vocab_size={config.draft_vocab_size}: give ids, which tokens these are")
     if isinstance(config, EagleConfig):
-        return _eagle(config, fresh_eagle(config, rngs=rngs), target, ids)
+        made = _eagle(config, fresh_eagle(config, rngs=rngs), target, ids)
+        return made if own_head else {name: leaf for name, leaf in made.items() if name != "head"}
     return _dflash(config, fresh_dflash(config, ids=ids, rngs=rngs), target)
 
 
@@ -110,9 +133,10 @@ def _columns(target: LanguageModel, ids: Any) -> Array:
     return jnp.array(weight if ids is None else weight[:, np.asarray(ids)], jnp.float32)
 
 
-def _pass_last(fc: Array, size: int) -> Array:
-    """[F E, E]: the last of the streams goes through, the others not yet."""
-    return jnp.zeros_like(fc).at[-size:].set(jnp.eye(size, dtype=fc.dtype))
+def _pass(fc: Array, size: int, stream: int) -> Array:
+    """[F E, E]: one of the streams goes through, the others not yet."""
+    begin = stream * size
+    return jnp.zeros_like(fc).at[begin : begin + size].set(jnp.eye(size, dtype=fc.dtype))
 
 
 def _eagle(config: EagleConfig, params: PyTree, target: LanguageModel, ids: Any) -> PyTree:
@@ -123,7 +147,10 @@ def _eagle(config: EagleConfig, params: PyTree, target: LanguageModel, ids: Any)
         first |= {"qkv": qkv, "hidden_norm": jnp.array(source["input_norm"], qkv.dtype)}
         first["input_norm"] = jnp.ones_like(first["input_norm"])
         params = {**params, "norm": jnp.array(target.params["final_norm"], qkv.dtype), "head": _columns(target, ids)}
-    params = {**params, "layers": {**params["layers"], 0: first}, "fc": _pass_last(params["fc"], size)}
+    layers = getattr(target.config, "num_layers", 0)
+    streams = [layer for layer in config.feature_layers if layer <= layers] or config.feature_layers
+    stream = 1 if config.version == 1 else config.feature_layers.index(max(streams))  # beside the embedding
+    params = {**params, "layers": {**params["layers"], 0: first}, "fc": _pass(params["fc"], size, stream)}
     return params if not config.draft_vocab_size else {**params, "ids": jnp.asarray(ids, jnp.int32)}
 
 
@@ -143,7 +170,7 @@ def _dflash(config: DFlashConfig, params: PyTree, target: LanguageModel) -> PyTr
     source = last_layer(target)
     made = {
         **params, "layers": {index: _like(layer, source) for index, layer in params["layers"].items()},
-        "fc": _pass_last(params["fc"], config.layers.hidden_size),
+        "fc": _pass(params["fc"], config.layers.hidden_size, len(config.feature_layers) - 1),
         "hidden_norm": jnp.array(source["input_norm"], params["fc"].dtype),
         "norm": jnp.array(target.params["final_norm"], params["fc"].dtype),
     }  # fmt: skip

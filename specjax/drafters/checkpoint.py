@@ -7,6 +7,7 @@
     DFlash, DSpark                 config.json: speculators_model_type            dflash_files
     Medusa                         config.json: medusa_num_heads                  medusa_files
     ours, any of them              specjax_drafter.json                           here: PATH/params/ is an orbax tree
+    ours, a whole model            specjax.json                                   models.save; drafts with `model`
 """
 
 import dataclasses
@@ -17,6 +18,7 @@ import tempfile
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
 
 from specjax.drafters import dflash_files, eagle_files, medusa_files, mtp_files, parallel
@@ -26,6 +28,7 @@ from specjax.drafters.eagle import EagleConfig, eagle
 from specjax.drafters.eagle import abstract_params as eagle_params
 from specjax.drafters.medusa import MedusaConfig, medusa
 from specjax.drafters.medusa import abstract_params as medusa_params
+from specjax.drafters.model import model
 from specjax.drafters.mtp import MTPConfig, mtp
 from specjax.drafters.mtp import abstract_params as mtp_params
 from specjax.models import orbax
@@ -75,7 +78,8 @@ def load_drafter(
     path: str | pathlib.Path, target: LanguageModel, *, dtype: Any = "float32",
     feature_layers: tuple[int, ...] | None = None, **options: Any,
 ) -> Drafter:  # fmt: skip
-    """A drafter from a directory with a trained head, see the module's docstring for what is recognised.
+    """A drafter from a directory with a trained head, or with a draft model that `specjax.models.save` wrote; see the
+    module's docstring for what is recognised.
 
     Args:
       path: the directory.
@@ -90,6 +94,11 @@ def load_drafter(
         fit the target.
     """
     target = checked("target", target)
+    if isinstance(path, (str, os.PathLike)) and (pathlib.Path(path).expanduser() / orbax.MANIFEST).exists():
+        if feature_layers is not None:
+            raise ValueError(f"feature_layers={show(feature_layers)}: {path} is a whole model, which reads none")
+        draft = orbax.load(pathlib.Path(path).expanduser(), dtype=jnp.dtype(weight_dtype(dtype)).name)
+        return model(draft, target, **options)
     config, params = read(path, target=target, dtype=dtype, feature_layers=feature_layers)
     return _kind_of(config).build(config, _shared(params, target), target, **options)
 
@@ -196,8 +205,7 @@ def _kind_of(config: Any) -> Kind:
 
 def _borrowed(config: Any) -> tuple[str, ...]:
     """Weights that are the target's where the head has none."""
-    both = isinstance(config, MTPConfig) or (isinstance(config, EagleConfig) and config.version == 1)
-    return ("embedding", "head") if both else ("embedding",)
+    return ("embedding", "head") if isinstance(config, (MTPConfig, EagleConfig)) else ("embedding",)
 
 
 def _shared(params: PyTree, target: LanguageModel) -> PyTree:

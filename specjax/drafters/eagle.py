@@ -25,7 +25,7 @@ of the speculators library):
     layers/i/..           see llama_params   layers.i...                     EAGLE-3: layers/0/qkv is [2 E, ..]
     layers/0/hidden_norm  [E]                layers.0.hidden_norm.weight     EAGLE-3
     norm                  [E]                norm.weight                     EAGLE-3
-    head                  [E, M]             lm_head.weight                  EAGLE-1: the target's if absent
+    head                  [E, M]             lm_head.weight                  the target's columns if absent
     ids                   [M] int32          d2t (as offsets)                a reduced vocabulary: target ids, ascending
 """
 
@@ -251,7 +251,8 @@ def eagle(
 
     Args:
       config, params: the head, see the module's docstring; `load_drafter` reads one, `fresh_params` makes one.
-      target: the model it reads. Its embedding (and, for EAGLE-1, its head) is referenced where params has none.
+      target: the model it reads. Its embedding and head are referenced where params has none; of the head, the columns
+        of a reduced vocabulary are copied.
       num_draft_tokens: chain length, default 4. A tree has its own number of nodes.
       tree: None draws a chain from the head's laws, each warped like the target's (rule "rejection"). Static parents
         take the top tokens after each node as its children, by rank. `specjax.tree.Dynamic` is EAGLE-2.
@@ -271,14 +272,21 @@ def eagle(
         feature_layers=config.feature_layers,
     )  # fmt: skip
     params = parallel.named("EAGLE", params)
-    for name in ("embedding", "head") if config.version == 1 else ("embedding",):
-        if name not in params:
-            params[name] = fit.target_weight(what, target, name)
+    if "embedding" not in params:
+        params["embedding"] = fit.target_weight(what, target, "embedding")
+    columns = None  # of the target's head, to be copied
+    if "head" not in params:
+        params["head"] = fit.target_weight(what, target, "head")
+        if config.draft_vocab_size:
+            columns = params["head"]
+            params["head"] = jax.ShapeDtypeStruct((columns.shape[0], config.draft_vocab_size), columns.dtype)
     parallel.check_params("EAGLE", params, abstract_params(config))
     ids = params.pop("ids", None)
     if ids is not None:
         fit.check_ids(what, ids, config.draft_vocab_size, sizes.vocab_size)
         ids = jnp.asarray(ids, jnp.int32)
+    if columns is not None:
+        params["head"] = columns[:, ids]
     fit.check_context(what, sizes.max_position_embeddings, target, max_length)
     return recurrent.drafter(
         head_of(config), {"weights": params, "ids": ids}, feature_layers=config.feature_layers,

@@ -26,8 +26,10 @@ from specjax.static import show
 from specjax.types import PyTree
 
 _LAYERS = "eagle_aux_hidden_state_layer_ids"
+_HEAD = "specjax_head"  # ours: "target" says that lm_head is not there, but columns of the target's
 _READ = {
-    "speculators_model_type", "transformer_layer_config", "draft_vocab_size", "target_hidden_size", _LAYERS, *VARIANTS,
+    "speculators_model_type", "transformer_layer_config", "draft_vocab_size", "target_hidden_size", _LAYERS, _HEAD,
+    *VARIANTS,
 }  # fmt: skip
 _HARMLESS = {
     "architectures", "auto_map", "speculators_config", "speculators_version", "transformers_version", "dtype",
@@ -127,7 +129,8 @@ def read_eagle(
         vocabulary map that contradicts itself.
     """
     path = pathlib.Path(path)
-    config = config_of(read_json(path / "config.json"), str(path / "config.json"), feature_layers=feature_layers)
+    settings = read_json(path / "config.json")
+    config = config_of(settings, str(path / "config.json"), feature_layers=feature_layers)
     files = SafetensorsFiles(path)
     names = {re.sub(r"^midlayer\.", "layers.0.", name): name for name in files.shapes if not _IGNORABLE.fullmatch(name)}
     found = {name: files.shapes[theirs] for name, theirs in names.items()}
@@ -135,6 +138,10 @@ def read_eagle(
     tree, columns = sources(config), config.num_columns
     if "embed_tokens.weight" not in found:
         del tree["embedding"]
+    if settings.get(_HEAD) is not None:
+        if settings[_HEAD] != "target":
+            raise ValueError(f"{path / 'config.json'}: {_HEAD} = {show(settings[_HEAD])}: only 'target' is known")
+        del tree["head"]
     needed = llama_params.shapes_of(tree)
     needed |= {"d2t": (columns,)} if config.draft_vocab_size or "d2t" in found else {}
     needed |= {"t2d": (vocab,)} if "t2d" in found else {}
@@ -145,7 +152,7 @@ def read_eagle(
     marks = files.read("t2d").astype(bool) if "t2d" in found else None
     ids = _ids(files.read("d2t").astype(np.int64), marks, vocab, str(path))
     order = np.argsort(ids, kind="stable")
-    if not np.array_equal(order, np.arange(columns)):
+    if not np.array_equal(order, np.arange(columns)) and "head" in params:
         params["head"] = params["head"][:, order]
     if config.draft_vocab_size:
         params["ids"] = jnp.asarray(ids[order], jnp.int32)
@@ -172,7 +179,8 @@ def write_eagle(path: str | pathlib.Path, config: EagleConfig, params: PyTree, *
 
     Args:
       path: a directory, which is made if need be.
-      config, params: the head; an embedding that params does not have is not written.
+      config, params: the head; an embedding or head that params does not have is not written, and the target's is used
+        where it is loaded.
       target: name or path of the target, for the record.
 
     Raises:
@@ -193,6 +201,7 @@ def write_eagle(path: str | pathlib.Path, config: EagleConfig, params: PyTree, *
         _LAYERS: list(config.feature_layers), "draft_vocab_size": config.num_columns,
         "target_hidden_size": config.target_hidden_size if other else None,
         **{name: getattr(config, name) for name in VARIANTS},
+        **({} if "head" in params else {_HEAD: "target"}),
         "speculators_config": {
             "algorithm": "eagle3", "default_proposal_method": "greedy", "proposal_methods": [method],
             "verifier": {"name_or_path": target, "architectures": []},
