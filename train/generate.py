@@ -185,10 +185,8 @@ def _begin(model, batch: int, slots: int, params, opening: Array) -> State:
         shares = jnp.exp(top - total).astype(probs.dtype)
         probs = probs.at[:, :size].set(jnp.broadcast_to(shares[None], (batch, size, TOP)))
         finite = jnp.all(jnp.isfinite(total))
-    whole_numbers = [jnp.zeros(batch, jnp.int32)] * 5
-    floats = [jnp.zeros(batch, jnp.float32)] * 3
-    rows = Rows(jnp.zeros((batch, slots), jnp.int32), *whole_numbers, *floats, jnp.zeros(batch, jnp.uint32))
-    return State(rows, cache._replace(lengths=jnp.zeros(batch, jnp.int32)), ids, probs, finite)
+    idle = _fresh({}, batch, slots, size)[0]
+    return State(idle, cache._replace(lengths=jnp.zeros(batch, jnp.int32)), ids, probs, finite)
 
 
 @functools.partial(jax.jit, donate_argnums=0)

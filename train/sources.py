@@ -125,8 +125,8 @@ def taken_apart(target: LanguageModel) -> tuple[list[int], list[int]]:
         missing = "tokenizer" if target.tokenizer is None else "chat template"
         raise ValueError(f"this target has no {missing} to write conversations with: give Text(path)")
     words = target.tokenizer
-    begin = {"bos_token": getattr(words, "bos_token", ""), "eos_token": getattr(words, "eos_token", "")}
-    parts = chat.render(target.chat_template, WAIT, **begin).split(WAIT)
+    ends = [str(getattr(words, name, "")) for name in ("bos_token", "eos_token")]
+    parts = chat.render(target.chat_template, WAIT, bos_token=ends[0], eos_token=ends[1]).split(WAIT)
     if len(parts) != 2:
         raise ValueError(f"the chat template shows the user's words {len(parts) - 1} times, not once: give Text(path)")
     before, after = (_encode(target, part) for part in parts)

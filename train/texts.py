@@ -9,8 +9,9 @@ from typing import NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from specjax.static import show, whole
+from specjax.static import whole
 from specjax.train.distill import Batch
+from specjax.train.packing import most_frequent
 
 
 class Texts(NamedTuple):
@@ -119,7 +120,4 @@ def frequent(texts: Texts, size: int, vocab_size: int) -> np.ndarray:
     Raises:
       ValueError: more than there are tokens.
     """
-    if whole("size", size, 1) > vocab_size:
-        raise ValueError(f"size={show(size)}: the target has {vocab_size} tokens")
-    counts = np.bincount(texts.tokens, minlength=vocab_size)
-    return np.sort(np.argsort(-counts, kind="stable")[:size]).astype(np.int32)
+    return most_frequent(size, np.bincount(texts.tokens, minlength=vocab_size))
