@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import specjax
-from specjax.train import data, generate, packing, sources, texts
+from specjax.train import data, generate, packing, sources, tables, texts
 from specjax.types import Sampling
 from tests.models import tiny
 from tests.small import logits_of
@@ -251,10 +251,29 @@ def test_no_corpus_is_told_from_one_that_has_no_shard_yet(tmp_path):
         data.read_corpus(tmp_path)
 
 
-def test_laws_feed_build_tables_without_the_opening(corpus):
+def test_tables_are_summed_over_all_laws_but_the_openings_and_what_is_held_out(corpus):
     assert corpus.opening == 1
-    tables = specjax.drafters.build_tables(corpus.laws(), corpus.vocab_size)
-    assert tables.num_laws == sum(len(text.tokens) - 1 for text in corpus.conversations())
+    built = tables.build_tables(corpus, every=3)
+    assert built.num_laws == sum(len(text.tokens) - 1 for text in packing.texts_of(corpus, every=3))
+    kept = [(t.tokens, t.top_ids, np.where(np.arange(len(t.tokens))[:, None] < 1, 0, t.top_probs))
+            for t in corpus.conversations() if t.number % 3 != 2]  # fmt: skip
+    expected = specjax.drafters.build_tables(kept, corpus.vocab_size)
+    np.testing.assert_array_equal(built.bigram, expected.bigram)
+    assert f"{built.num_laws} laws" in tables.report(built)
+
+
+def test_tables_are_made_to_fit_a_file_size_by_leaving_out_the_rarest_contexts(corpus, answered, tmp_path):
+    built = tables.build_tables(corpus, answered)
+    limit = 0.8 * tables.file_size(built)
+    small = tables.build_tables(corpus, answered, megabytes=limit / 1e6)
+    small.save(tmp_path / "t.npz")
+    assert 0.4 * limit < (tmp_path / "t.npz").stat().st_size <= limit + 300
+    assert 0 < tables.num_contexts(small)[1] < tables.num_contexts(built)[1]
+    np.testing.assert_array_equal(small.unigram, built.unigram)
+    with pytest.raises(ValueError, match=r"megabytes=0\.0001: tables with a single"):
+        tables.build_tables(corpus, megabytes=1e-4)
+    with pytest.raises(ValueError, match="all of one target"):
+        tables.build_tables(corpus, answered._replace(manifest={"target": "other"}))
 
 
 # --- rows and batches

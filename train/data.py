@@ -17,7 +17,7 @@ import pathlib
 import shutil
 import zipfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -70,10 +70,14 @@ class Corpus(NamedTuple):
                     float(shard["temperatures"][row]), shard["top_ids"][place], shard["top_probs"][place],
                 )  # fmt: skip
 
-    def laws(self) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-        """``(tokens, top_ids, top_probs)`` per conversation, as `specjax.drafters.build_tables` takes them; without the
-        laws inside the opening, which are the same every time."""
+    def laws(
+        self, wanted: Callable[[int], bool] = lambda number: True
+    ) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+        """``(tokens, top_ids, top_probs)`` per conversation whose number is ``wanted``, as
+        `specjax.drafters.build_tables` takes them; without the laws inside the opening, the same every time."""
         for text in self.conversations():
+            if not wanted(text.number):
+                continue
             probs = text.top_probs.copy()
             probs[: self.opening] = 0
             yield text.tokens, text.top_ids, probs

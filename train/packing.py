@@ -42,11 +42,16 @@ def texts_of(*corpora: Corpus, held_out: bool = False, every: int = 50) -> Itera
       held_out: gives the others, every ``every``-th by number, which also stay out when the corpus grows.
       every: 2 or more.
     """
-    every = whole("every", every, 2)
+    whole("every", every, 2)
     for corpus in corpora:
         for text in corpus.conversations():
-            if (text.number % every == every - 1) == held_out:
+            if is_held_out(text.number, every) == held_out:
                 yield text
+
+
+def is_held_out(number: int, every: int = 50) -> bool:
+    """Whether conversation ``number`` is never trained on, nor any choice made by it."""
+    return number % every == every - 1
 
 
 def pack(texts: Iterable[Conversation], width: int) -> Packed:
