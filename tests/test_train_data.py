@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import specjax
-from specjax.train import data, generate, packing, sources, tables, texts
+from specjax.train import data, features, generate, packing, sources, tables, texts
 from specjax.types import Sampling
 from tests.models import tiny
 from tests.small import logits_of
@@ -360,3 +360,44 @@ def test_the_draft_vocabulary_is_what_answers_use_then_what_prompts_use():
     assert packing.vocabulary(texts_, 7, 12).tolist() == [0, 1, 3, 4, 5, 8, 9]
     with pytest.raises(ValueError, match="the target has 12 tokens"):
         packing.vocabulary(texts_, 13, 12)
+
+
+# --- cached features
+
+
+def test_cached_features_are_those_of_each_text_alone_and_a_stopped_run_goes_on(target, corpus, tmp_path, monkeypatch):
+    packed = packing.pack(packing.texts_of(corpus), 48)
+    real, calls = features._read, []
+
+    def dies(*arguments):
+        calls.append(1)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return real(*arguments)
+
+    size = features._size(target, (1, 3))
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(features, "_size", lambda *rest: size)
+        patch.setattr(features, "_read", dies)
+        features.cache_features(target, packed, (1, 3), tmp_path, batch=2, progress=False)
+    kept = features.cache_features(target, packed, (1, 3), tmp_path, batch=2, progress=False)
+    row = int(packed.documents.max(1).argmax())
+    found = np.asarray(kept.of(np.array([row])).astype(jnp.float32))[0]
+    for number in range(packed.documents[row].max() + 1):
+        places = np.flatnonzero(packed.documents[row] == number)
+        alone = np.zeros((1, SLOTS), np.int32)
+        alone[0, : len(places)] = packed.tokens[row, places]
+        positions = jnp.arange(SLOTS, dtype=jnp.int32)[None]
+        out = target.model.apply(target.params, jnp.asarray(alone), positions, None, None, feature_layers=(1, 3))
+        np.testing.assert_allclose(found[places], out.features[0, : len(places)], rtol=0.01, atol=0.01)
+    with pytest.raises(ValueError, match=r"layers \[1, 3\] there, \[2\] now"):
+        features.cache_features(target, packed, (2,), tmp_path, progress=False)
+
+
+def test_features_that_do_not_fit_on_the_disk_are_refused(target, corpus, tmp_path, monkeypatch):
+    usage = namedtuple("usage", "total used free")(10**9, 10**9 - 1000, 1000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+    with pytest.raises(ValueError, match="features"):
+        packed = packing.pack(packing.texts_of(corpus), 48)
+        features.cache_features(target, packed, (1, 3), tmp_path / "features", progress=False)
+    assert not (tmp_path / "features").exists()

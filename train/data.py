@@ -9,6 +9,7 @@ manifest and its number alone, so a run that was stopped and continued gives wha
     top_ids, top_probs   [P, 8] the target's likeliest next tokens after each token, under its softmax
 """
 
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -147,14 +148,14 @@ def write_corpus(
         return corpus
     _room(directory, tokens - have, plan.count, slots, manifest)
     directory.mkdir(parents=True, exist_ok=True)
-    _write_json(directory / MANIFEST, manifest | {"complete": {"shards": corpus.shards, "tokens": have}})
+    write_json(directory / MANIFEST, manifest | {"complete": {"shards": corpus.shards, "tokens": have}})
     first = corpus.shards * shard_size
     numbers = range(first, plan.count if plan.count is not None else 1 << 32)
     running = generate.converse(
         target, (plan.make(number) for number in numbers), opening=plan.opening, middle=plan.middle,
         answer=plan.answer, seed=seed, batch=batch, slots=slots, steps=steps,
     )  # fmt: skip
-    with _bar(progress, have, tokens) as bar:
+    with progress_bar(progress, have, tokens, "tok") as bar:
         return _collect(corpus, running, have, tokens, plan.count, bar)
 
 
@@ -175,7 +176,7 @@ def _collect(corpus: Corpus, running: Iterator[Conversation], have: int, goal: i
             have += sum(len(text.tokens) - opening for text in texts)
             corpus = corpus._replace(shards=corpus.shards + 1)
             complete = {"complete": {"shards": corpus.shards, "tokens": have}}
-            _write_json(corpus.directory / MANIFEST, corpus.manifest | complete)
+            write_json(corpus.directory / MANIFEST, corpus.manifest | complete)
         if have >= goal:
             break
     return corpus
@@ -200,14 +201,25 @@ def read_corpus(directory: str | os.PathLike) -> Corpus:
 
 
 def _manifest(path: pathlib.Path) -> dict[str, Any]:
-    try:
-        manifest = json.loads(path.read_text(encoding="utf-8"))
-        found = manifest.get("format")
-    except (ValueError, AttributeError) as error:
-        raise ValueError(f"{path} is damaged ({error}): choose another directory") from None
-    if found != FORMAT:
-        raise ValueError(f"{path} has format {show(found)}, not {FORMAT}: write the corpus anew")
+    manifest = read_json(path)
+    if manifest.get("format") != FORMAT:
+        raise ValueError(f"{path} has format {show(manifest.get('format'))}, not {FORMAT}: write the corpus anew")
     return manifest
+
+
+def read_json(path: pathlib.Path) -> dict[str, Any]:
+    """An object in a file.
+
+    Raises:
+      ValueError: something else.
+    """
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged ({error}): choose another directory") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} is damaged (it holds {show(value)}): choose another directory")
+    return value
 
 
 def _same(directory: pathlib.Path, manifest: dict[str, Any]) -> Corpus:
@@ -272,7 +284,8 @@ def _read_shard(path: pathlib.Path, names: tuple[str, ...] = ARRAYS) -> dict[str
         raise ValueError(f"{path} is damaged ({error}): remove it and those after it, and write them again") from error
 
 
-def _write_json(path: pathlib.Path, value: Any) -> None:
+def write_json(path: pathlib.Path, value: Any) -> None:
+    """Writes a file that appears whole or not at all."""
     scratch = path.with_name(f".{path.name}.part")
     scratch.write_text(json.dumps(value, indent=1), encoding="utf-8")
     os.replace(scratch, path)
@@ -283,34 +296,44 @@ def _dtype(target: LanguageModel) -> str:
 
 
 def _room(directory: pathlib.Path, tokens: int, count: int | None, slots: int, manifest: dict[str, Any]) -> None:
-    """Says how much disk is needed at most, and refuses if there is less."""
     tokens = tokens if count is None else min(tokens, count * slots)
     word = 2 if manifest["vocab_size"] <= 1 << 16 else 4
-    needed = tokens * (word + TOP * (word + 2))
+    check_room(directory, f"{tokens:,} tokens", tokens * (word + TOP * (word + 2)))
+
+
+def check_room(directory: pathlib.Path, what: str, needed: int) -> None:
+    """Says how many bytes of disk are needed at most.
+
+    Raises:
+      ValueError: fewer are free.
+    """
     place = directory.absolute()
     while not place.exists():
         place = place.parent
     free = shutil.disk_usage(place).free
-    sizes = f"at most {needed / 1e6:,.1f} MB; {free / 1e6:,.0f} MB are free"
-    print(f"{tokens:,} tokens into {directory}: {sizes}", flush=True)
+    print(f"{what} into {directory}: at most {needed / 1e6:,.1f} MB; {free / 1e6:,.0f} MB are free", flush=True)
     if free < needed:
         raise ValueError(
             f"directory={directory}: {needed / 1e6:,.1f} MB are needed and {free / 1e6:,.1f} MB are free: "
-            "choose another disk, or fewer tokens"
+            "choose another disk, or less of it"
         )
 
 
-def _bar(progress: bool, have: int, goal: int):
+class _Silent:
+    def update(self, count: int) -> None:
+        pass
+
+
+def progress_bar(shown: bool, done: int, total: int, unit: str) -> Any:
+    """A context whose ``update(n)`` counts.
+
+    Raises:
+      ValueError: a bar is wanted and tqdm is missing.
+    """
+    if not shown:
+        return contextlib.nullcontext(_Silent())
     try:
         from tqdm import tqdm
     except ImportError:
-        if progress:
-            raise ValueError("tqdm is missing: pip install 'specjax[train]', or progress=False") from None
-        from contextlib import nullcontext
-
-        class Silent:
-            def update(self, count):
-                pass
-
-        return nullcontext(Silent())
-    return tqdm(total=goal, initial=have, unit="tok", disable=not progress, mininterval=1)
+        raise ValueError("tqdm is missing: pip install 'specjax[train]', or progress=False") from None
+    return tqdm(total=total, initial=done, unit=unit, mininterval=1)
