@@ -11,16 +11,11 @@ faster plain one, all tokens over the sum of median times.
 """
 
 import argparse
-import functools
 import importlib
-import json
 import os
 import pathlib
 import platform
-import statistics
 import sys
-import time
-from collections import defaultdict
 
 import jax
 
@@ -50,27 +45,6 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     return args
 
 
-def read_prompts(path: pathlib.Path, per_category: int | None) -> list[tuple[str, str]]:
-    """(category, prompt) of every line."""
-    found, kept = [], defaultdict(int)
-    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), start=1):
-        if not line.strip():
-            continue
-        try:
-            entry = json.loads(line)
-        except json.JSONDecodeError as error:
-            sys.exit(f"{path}, line {number}: not JSON ({error.msg})")
-        if not isinstance(entry, dict) or not isinstance(entry.get("prompt"), str):
-            sys.exit(f"{path}, line {number}: needs an object with a string 'prompt'")
-        category = str(entry.get("category", "all"))
-        kept[category] += 1
-        if per_category is None or kept[category] <= per_category:
-            found.append((category, entry["prompt"]))
-    if not found:
-        sys.exit(f"{path} has no prompt in it")
-    return found
-
-
 def make(name: str, lm, nodes: int, tables):
     """The drafter called ``name``, or None where this build or call has no such source."""
     kind, *with_tables = name.split("+")
@@ -90,58 +64,8 @@ def make(name: str, lm, nodes: int, tables):
 
 
 def sampling(args: argparse.Namespace, temperature: float) -> dict:
-    law = {"temperature": temperature} | ({"top_p": args.top_p} if temperature else {})
-    return {"chat": True, "max_new_tokens": args.max_new_tokens, "rule": "match"} | law
-
-
-def tau_by_category(
-    lm, prompts: list[tuple[str, str]], drafter, batch: int, label: str, **options
-) -> tuple[dict, list]:
-    """Category -> tau, and the tokens of every prompt. Prompts of similar length share a batch."""
-    import specjax
-
-    lengths = [len(lm.encode_chat(prompt)) for _, prompt in prompts]
-    order = sorted(range(len(prompts)), key=lengths.__getitem__)
-    counts, texts = defaultdict(lambda: [0, 0]), [[] for _ in prompts]
-    for start in range(0, len(order), batch):
-        chosen = order[start : start + batch]
-        progress(f"{label}: prompt {start + 1}/{len(order)}")
-        padded = chosen + chosen[:1] * (batch - len(chosen))  # the same shapes for the last batch
-        out = specjax.generate(lm, [prompts[i][1] for i in padded], drafter=drafter, seed=padded, **options)
-        for row, i in enumerate(chosen):
-            texts[i] = out.tokens[row]
-            for k, value in enumerate((out.stats.counts.emitted[row], out.stats.counts.rounds[row])):
-                counts[prompts[i][0]][k] += int(value)
-    progress("")
-    return {category: emitted / rounds for category, (emitted, rounds) in counts.items()}, texts
-
-
-def ratio(lm, other, prompts: list[tuple[str, str]], drafter, args: argparse.Namespace, **options) -> dict:
-    """Tokens per second of both plain builds and of speculation, taking turns prompt by prompt, and their ratio."""
-    import specjax
-
-    tokens, seconds = defaultdict(int), defaultdict(float)
-    for number, (_, prompt) in enumerate(prompts, start=1):
-        progress(f"timing prompt {number}/{len(prompts)}")
-        run = functools.partial(specjax.generate, prompts=[prompt], seed=number, **options)
-        calls = {"plain float32": functools.partial(run, lm), "plain bfloat16": functools.partial(run, other)}
-        if args.dtype == "bfloat16":
-            calls = dict(zip(calls, reversed(calls.values())))
-        calls["speculative"] = functools.partial(run, lm, drafter=drafter)
-        results = {name: call() for name, call in calls.items()}
-        times = defaultdict(list)
-        for _ in range(args.repeats):
-            for name, call in calls.items():
-                start = time.perf_counter()
-                call()
-                times[name].append(time.perf_counter() - start)
-        for name, result in results.items():
-            tokens[name] += len(result.tokens[0])
-            seconds[name] += statistics.median(times[name])
-    progress("")
-    rates = {name: tokens[name] / seconds[name] for name in tokens}
-    baseline = max((name for name in rates if name != "speculative"), key=rates.__getitem__)
-    return {"rates": rates, "baseline": baseline, "ratio": rates["speculative"] / rates[baseline]}
+    law = {"top_p": args.top_p} if temperature else {}
+    return {"max_new_tokens": args.max_new_tokens, "rule": "match"} | law
 
 
 def progress(text: str) -> None:
@@ -160,21 +84,12 @@ def machine() -> str:
     return f"{what}, jax {jax.__version__}, load {os.getloadavg()[0]:.1f}"
 
 
-def print_table(rows: list[dict], categories: list[str], args: argparse.Namespace, count: int) -> None:
-    batches = f"batch {args.batch} for tau" + (", 1 for the ratio" if args.wall else "")
+def print_table(rows: dict, args: argparse.Namespace, count: int) -> None:
+    from specjax.train.evaluate import table
+
+    batches = f"batch {args.batch} for tau" + (", batch 1 for timings" if args.wall else "")
     print(f"\n{args.model}, {args.dtype}, {count} prompts, {args.max_new_tokens} new tokens, {batches}; {machine()}")
-    wall = ["plain f32 tok/s", "plain bf16 tok/s", "tok/s", "ratio"] if args.wall else []
-    heads = ["source", "T", "N", *categories, "macro", *wall]
-    print("| " + " | ".join(heads) + " |\n|" + "---|" * len(heads))
-    for row in rows:
-        cells = [row["source"], f"{row['temperature']:g}", str(row["nodes"])]
-        cells += [f"{row['tau'][category]:.2f}" for category in categories]
-        cells.append(f"**{statistics.mean(row['tau'].values()):.2f}**")
-        if args.wall:
-            rates = row["wall"]["rates"]
-            cells += [f"{rates[k]:.1f}" for k in ("plain float32", "plain bfloat16", "speculative")]
-            cells.append(f"**{row['wall']['ratio']:.2f}**")
-        print("| " + " | ".join(cells) + " |")
+    print(table(rows))
 
 
 def main() -> None:
@@ -188,35 +103,36 @@ def main() -> None:
 def work(args: argparse.Namespace) -> None:
     import specjax
     from specjax.models.fetch import cache_dir
+    from specjax.train.evaluate import evaluate, read_prompts
 
-    jax.config.update("jax_compilation_cache_dir", str(cache_dir() / "jax"))
     prompts = read_prompts(args.prompts, args.per_category)
-    categories = list(dict.fromkeys(category for category, _ in prompts))
+    jax.config.update("jax_compilation_cache_dir", str(cache_dir() / "jax"))
     tables = specjax.drafters.load_tables(args.tables) if args.tables else None
     lm = specjax.load(args.model, dtype=args.dtype)
-    other = specjax.load(args.model, dtype="bfloat16" if args.dtype == "float32" else "float32") if args.wall else None
-    rows, texts = [], {}
-    for temperature in args.temperature:
-        for nodes in args.num_draft_tokens:
-            for name in args.sources or SOURCES:
-                drafter = make(name, lm, nodes, tables)
-                if drafter is None:
-                    print(f"{name}: not there, left out", file=sys.stderr)
-                    continue
-                options = sampling(args, temperature)
-                tau, said = tau_by_category(lm, prompts, drafter, args.batch, f"{name} N={nodes}", **options)
-                differing = sum(a != b for a, b in zip(said, texts.setdefault(temperature, said)))
-                row = {"source": name, "temperature": temperature, "nodes": drafter.num_draft_tokens, "tau": tau}
-                if args.wall:
-                    row["wall"] = ratio(lm, other, prompts, drafter, args, **options)
-                rows.append(row)
-                note = f" ({differing} texts part from those of the first source, at near ties)" if differing else ""
-                each = ", ".join(f"{category} {value:.2f}" for category, value in tau.items())
-                print(
-                    f"{name} T={temperature:g} N={nodes}: tau {statistics.mean(tau.values()):.2f} ({each}){note}",
-                    file=sys.stderr, flush=True,
-                )  # fmt: skip
-    print_table(rows, categories, args, len(prompts))
+    plain = {f"plain {args.dtype}": lm}
+    if args.wall:
+        other = "bfloat16" if args.dtype == "float32" else "float32"
+        plain[f"plain {other}"] = specjax.load(args.model, dtype=other)
+    rows = {}
+    for nodes in args.num_draft_tokens:
+        for name in args.sources or SOURCES:
+            drafter = make(name, lm, nodes, tables)
+            if drafter is None:
+                print(f"{name}: not there, left out", file=sys.stderr)
+                continue
+            label = f"{name} N={drafter.num_draft_tokens}"
+            for temperature in args.temperature:
+                rows.setdefault(label, []).extend(evaluate(
+                    lm, drafter, prompts, temperatures=(temperature,), batch=args.batch, plain=plain,
+                    repeats=args.repeats if args.wall else 0,
+                    progress=lambda text, label=label: progress(f"{label}: {text}"), **sampling(args, temperature),
+                ))  # fmt: skip
+                said = rows[label][-1]
+                parted = 0 if said.same is None else len(prompts) - said.same
+                note = f" ({parted} texts part from the plain ones, at near ties)" if parted else ""
+                progress("")
+                print(f"{label} T={temperature:g}: tau {said.macro:.2f}{note}", file=sys.stderr, flush=True)
+    print_table(rows, args, len(prompts))
 
 
 if __name__ == "__main__":

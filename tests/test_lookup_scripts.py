@@ -1,7 +1,6 @@
 """scripts/build_tables.py and scripts/bench_drafters.py: refusals, files and arithmetic. No real model is loaded."""
 
 import importlib
-import json
 import sys
 from pathlib import Path
 
@@ -9,6 +8,7 @@ import numpy as np
 import pytest
 
 from specjax.drafters import build_tables
+from specjax.train.evaluate import Evaluation
 from tests.small import V, logits_of, target
 
 SCRIPTS = Path(__file__).resolve().parent.parent / "scripts"
@@ -59,29 +59,29 @@ def test_laws_survive_a_shard_and_the_opening_has_none(scripts, tmp_path):
     assert build_tables(stored, V).num_laws == sum(len(text) - 1 for text in texts)
 
 
-def test_prompts_and_categories_are_read(scripts, tmp_path):
-    build, bench = scripts
-    lines = [{"prompt": "a", "category": "x"}, {"prompt": "b", "category": "y"}, {"prompt": "c", "category": "x"}]
+def test_user_turns_are_read(scripts, tmp_path):
+    build = scripts[0]
     path = tmp_path / "prompts.jsonl"
-    path.write_text("\n".join(map(json.dumps, lines)) + "\n\n")
-    assert bench.read_prompts(path, None) == [("x", "a"), ("y", "b"), ("x", "c")]
-    assert bench.read_prompts(path, 1) == [("x", "a"), ("y", "b")]
-    assert build.read_turns(path) == ["a", "b", "c"]
+    path.write_text('{"prompt": "a"}\n{"prompt": "b"}\n\n')
+    assert build.read_turns(path) == ["a", "b"]
     (tmp_path / "turns.txt").write_text("one\n\ntwo\n")
     assert build.read_turns(tmp_path / "turns.txt") == ["one", "two"]
-    path.write_text('{"text": "a"}')
-    with pytest.raises(SystemExit, match="line 1"):
-        bench.read_prompts(path, None)
 
 
-def test_the_table_has_a_row_per_source_and_the_mean_over_categories(scripts, capsys):
+def test_the_table_says_what_was_measured_and_where(scripts, capsys):
     bench = scripts[1]
-    args = bench.parse(["prompts.jsonl"])
-    rows = [{"source": "ngram", "temperature": 0.0, "nodes": 7, "tau": {"x": 1.5, "y": 2.0}}]
-    bench.print_table(rows, ["x", "y"], args, 3)
+    row = Evaluation(0.0, 1.8, 1.75, None, None, [], {"x": {"tau": 1.5}, "y": {"tau": 2.0}}, 18, 10)
+    bench.print_table({"ngram N=7": [row]}, bench.parse(["prompts.jsonl"]), 3)
     printed = capsys.readouterr().out.splitlines()
-    assert printed[-1] == "| ngram | 0 | 7 | 1.50 | 2.00 | **1.75** |"
+    assert printed[-1] == "| ngram N=7 | 0 | 1.50 | 2.00 | **1.75** | - | - |"
     assert "smollm2-135m-instruct" in printed[1] and "batch 10" in printed[1] and "jax" in printed[1]
+
+
+def test_a_broken_line_of_prompts_ends_the_program_in_one_line(scripts, tmp_path, monkeypatch):
+    (tmp_path / "p.jsonl").write_text('{"text": "a"}')
+    monkeypatch.setattr(sys, "argv", ["bench_drafters.py", str(tmp_path / "p.jsonl")])
+    with pytest.raises(SystemExit, match=r"^ValueError: .*p.jsonl, line 1: needs an object with a 'prompt'"):
+        scripts[1].main()
 
 
 def test_sources_are_made_by_name(scripts):

@@ -1,6 +1,6 @@
 """What a drafter is worth, by decoding with it: tau, alpha by depth and by kind of prompt, tokens per second.
 
-Prompts are a JSONL file with "prompt" (a string, or token ids) in each line and, if there are kinds of them, "category".
+Prompts are a JSONL file with "prompt", a string or token ids, in each line and, if there are kinds of them, "category".
 Weights are arguments of the compiled programs: drafters of one configuration share them, so evaluations during training
 compile once.
 """
@@ -229,7 +229,7 @@ def table(rows: Mapping[str, Sequence[Evaluation]]) -> str:
         for row in found:
             cells = [name, f"{row.temperature:g}"]
             cells += [_cell(row.categories.get(category, {}).get("tau")) for category in categories]
-            cells += [f"**{row.macro:.2f}**", _cell(row.alpha), " ".join(map(_cell, row.per_position))]
+            cells += [f"**{row.macro:.2f}**", _cell(row.alpha), " ".join(map(_cell, row.per_position)) or "-"]
             cells += [_cell((row.rates or {}).get(speed), 1) for speed in speeds]
             lines.append(cells + ([f"**{_cell(row.ratio)}**"] if speeds else []))
     made = ["| " + " | ".join(line) + " |" for line in lines]
