@@ -1,14 +1,8 @@
-"""The trainer: gradients are means over all that is learnt, however it is cut; what is frozen stays; runs go on."""
+"""The trainer: gradients are means over all that is learnt, however it is cut; what is frozen stays."""
 
 import itertools
-import json
 import math
-import os
-import signal
-import subprocess
 import sys
-import time
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -21,40 +15,10 @@ from specjax.models.config import LlamaConfig
 from specjax.models.nnx import from_nnx
 from specjax.static import bind
 from specjax.train import mesh as meshes
-from specjax.train import monitor, trainer
+from specjax.train import trainer
 from specjax.train.settings import Settings, checked, rate
-from specjax.train.types import Batch, Mean
-
-V, ROWS, WIDTH = 7, 16, 5
-BAD = 99  # a token that makes the loss infinite
-
-
-def toy(params, given, batch, key):
-    """Softmax regression on the token before, plus noise that a step must draw anew: sums, not divided."""
-    del key
-    assert params["w"].dtype == given["dtype"].dtype
-    x = jax.nn.one_hot(batch.tokens[:, :-1], V, dtype=params["w"].dtype)
-    said = jax.nn.log_softmax((x @ params["w"]).astype(jnp.float32) + params["bias"].astype(jnp.float32)[None, None])
-    right = jnp.take_along_axis(said, batch.tokens[:, 1:, None] % V, axis=-1)[..., 0]
-    counts = batch.counts[:, 1:].astype(jnp.float32)
-    total = -(right * counts).sum() * jnp.where((batch.tokens == BAD).any(), jnp.inf, 1.0)
-    measured = {"loss": Mean(total, counts.sum()), "alpha": Mean((jnp.exp(right) * counts).sum(), counts.sum())}
-    return total, measured
-
-
-LOSS = bind(toy)
-GIVEN = {"dtype": jnp.zeros((), jnp.float32)}
-
-
-def weights():
-    rng = np.random.default_rng(3)
-    return {"w": rng.normal(size=(V, V)).astype(np.float32), "bias": np.zeros(V, np.float32), "ids": np.arange(3)}
-
-
-def batches(step):
-    rng = np.random.default_rng([7, step])
-    tokens = rng.integers(0, V, (ROWS, WIDTH)).astype(np.int32)
-    return Batch(tokens, (rng.random((ROWS, WIDTH)) < rng.random((ROWS, 1))).astype(bool))
+from specjax.train.types import Mean
+from tests.train_toy import GIVEN, LOSS, ROWS, RUN, WIDTH, V, batches, fit, weights
 
 
 def one(settings, batch, params=None, given=GIVEN, **how):
@@ -228,153 +192,7 @@ def test_a_target_shared_out_over_devices_says_the_same():
     np.testing.assert_allclose(shared.params["head"], alone.params["head"], atol=1e-5)
 
 
-# --- runs that go on
-
-RUN = Settings(steps=12, learning_rate=0.1, log_every=3, save_every=4, eval_every=6, keep=2)
-
-
-class Stopped(Exception):
-    pass
-
-
-def stopping(step, at=7):
-    if step == at:
-        raise Stopped
-    return batches(step)
-
-
-def fit(directory, settings=RUN, source=batches, params=None, **how):
-    how = {"given": GIVEN, "progress": False, "evaluate": lambda step, params: {"tau": float(step)}, **how}
-    return trainer.fit(LOSS, weights() if params is None else params, source, settings, directory=directory, **how)
-
-
-def numbers(history):
-    return {name: column for name, column in history.items() if name != "seconds"}
-
-
-@pytest.mark.parametrize("changes", [{}, {"ema": 0.9, "accumulate": 2}])
-def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been(tmp_path, changes):
-    settings = RUN._replace(**changes)
-    whole = fit(None, settings)
-    with pytest.raises(Stopped):
-        fit(tmp_path / "cut", settings, stopping)
-    metrics = tmp_path / "cut" / "metrics.jsonl"
-    assert [row["step"] for row in monitor.read(metrics)] == [0, 1, 2, 3, 4, 5, 6, 6]  # two are ahead of checkpoint 4
-    metrics.write_text(metrics.read_text() + '{"step": 7, "los')
-    went_on = fit(tmp_path / "cut", settings._replace(log_every=5))
-    for a, b in zip(jax.tree.leaves((whole.params, whole.ema)), jax.tree.leaves((went_on.params, went_on.ema))):
-        np.testing.assert_array_equal(a, b)
-    assert (whole.ema is None) == (not settings.ema)
-    for name, column in numbers(whole.history).items():
-        np.testing.assert_array_equal(went_on.history[name], column)
-    lines = monitor.read(metrics)
-    assert [row["step"] for row in lines if "evaluation" not in row] == list(range(1, 13))
-    assert [row["evaluation"] for row in went_on.evaluations] == [{"tau": float(step)} for step in (0, 6, 12)]
-    assert sorted(path.name for path in (tmp_path / "cut" / "checkpoints").iterdir()) == ["12", "8"]
-    again = fit(tmp_path / "cut", settings, stopping)  # a run that has ended is only read
-    np.testing.assert_array_equal(again.params["w"], whole.params["w"])
-    assert monitor.read(metrics) == lines
-
-
-def test_a_run_is_only_gone_on_with_as_itself(tmp_path):
-    run = RUN._replace(steps=2, eval_every=0)
-    fit(tmp_path, run, identity={"target": "abc", "student": "eagle"})
-    for words, changes in {
-        r"settings.learning_rate was 0.1 and is 0.2": {"settings": run._replace(learning_rate=0.2)},
-        r"settings.ema was 0.0 and is 0.5; settings.seed was 0 and is 1": {"settings": run._replace(ema=0.5, seed=1)},
-        r"target was 'abc' and is 'abd'": {"identity": {"target": "abd", "student": "eagle"}},
-        r"student was 'eagle' and is None": {"identity": {"target": "abc"}},
-        r"weights.more was None and is \[1\]": {"params": {**weights(), "more": np.zeros(1, np.float32)}},
-        r"frozen was '\w+' and is '\w+'": {"params": {**weights(), "ids": np.arange(1, 4)}},
-    }.items():
-        with pytest.raises(ValueError, match=f"holds another run: .*{words}"):
-            fit(tmp_path, **{"settings": run, "identity": {"target": "abc", "student": "eagle"}, **changes})
-
-
-def test_a_loss_that_is_not_finite_ends_the_run_at_its_step(tmp_path):
-    """Looked at every 3 steps, saved every 4; the numbers before it are kept, no checkpoint after it is."""
-    def poisoned(step):
-        batch = batches(step)
-        batch.tokens[0, 0] = BAD if step == 5 else batch.tokens[0, 0]
-        return batch
-
-    with pytest.raises(ValueError, match=r"loss is inf at step 6: .*last good checkpoint is that of step 4, .*/4$"):
-        fit(tmp_path, source=poisoned)
-    assert [row["step"] for row in monitor.read(tmp_path / "metrics.jsonl")][-1] == 5
-    with pytest.raises(ValueError, match=r"loss is inf at step 6: .*no checkpoint was kept"):
-        fit(None, source=poisoned)
-
-
-KILLED = """
-import sys, time
-from pathlib import Path
-from tests import test_train_trainer as here
-def slow(step):
-    time.sleep(0.05)
-    return here.batches(step)
-here.fit(Path(sys.argv[1]), here.LONG, slow)
-"""
-LONG = RUN._replace(steps=60)
-
-
-@pytest.mark.full
-def test_a_run_that_was_killed_goes_on_as_if_it_had_not_been(tmp_path):
-    root = Path(__file__).resolve().parent.parent
-    line = [sys.executable, "-c", KILLED, str(tmp_path / "cut")]
-    process = subprocess.Popen(line, cwd=root, env={**os.environ, "PYTHONPATH": str(root)})
-    until = time.monotonic() + 120
-    while not (tmp_path / "cut" / "checkpoints" / "12").exists() and time.monotonic() < until:
-        time.sleep(0.01)
-    process.send_signal(signal.SIGKILL)
-    assert process.wait() == -signal.SIGKILL
-    went_on, whole = fit(tmp_path / "cut", LONG), fit(None, LONG)
-    np.testing.assert_array_equal(went_on.params["w"], whole.params["w"])
-    for name, column in numbers(whole.history).items():
-        np.testing.assert_array_equal(went_on.history[name], column)
-    assert all(path.name.isdigit() for path in (tmp_path / "cut" / "checkpoints").iterdir())
-
-
-# --- what is shown, what is refused
-
-
-def test_event_files_are_written_if_asked_for(tmp_path, monkeypatch):
-    told = []
-
-    class SummaryWriter:
-        def __init__(self, folder, purge_step):
-            told.append((Path(folder).name, purge_step))
-
-        def add_scalar(self, name, value, step):
-            told.append((name, step))
-
-        def close(self):
-            told.append("closed")
-
-    module = type(sys)("tensorboardX")
-    module.SummaryWriter = SummaryWriter
-    monkeypatch.setitem(sys.modules, "tensorboardX", module)
-    fit(tmp_path, RUN._replace(steps=2), tensorboard=True, evaluate=lambda step, params: [{"tau": 2.0}])
-    assert told[0] == ("tensorboard", 1) and told[-1] == "closed"
-    assert {("loss", 1), ("loss", 2), ("alpha", 2), ("tau, temperature 0", 2)} <= set(told)
-
-
-def test_the_bar_shows_the_mean_over_all_tokens_of_a_stretch():
-    rows = [{"loss": Mean(np.float64(6), np.float64(2)), "alpha": Mean(np.float64(1), np.float64(2))},
-            {"loss": Mean(np.float64(4), np.float64(8)), "alpha": Mean(np.float64(8), np.float64(8))}]  # fmt: skip
-    assert monitor._shown(rows, 0.5) == {"loss": "1.000", "alpha": "0.900", "tok/s": "10"}
-
-
-def test_numbers_that_json_does_not_know_come_back_as_nan(tmp_path):
-    journal = monitor.Journal(tmp_path / "m.jsonl", 0)
-    with monitor.Monitor(journal, 2, bar=False, tensorboard=None) as shown:
-        shown.write(1, [{"loss": Mean(np.float64(1), np.float64(2)), "odd": Mean(np.float64(np.nan), np.float64(1))}])
-        shown.evaluation(1, [math.nan, (1, {"a": math.inf})])
-    rows = monitor.read(tmp_path / "m.jsonl")
-    assert rows[1]["evaluation"] == [None, [1, {"a": None}]]
-    assert math.isnan(monitor.columns(rows)["odd"][0]) and monitor.columns(rows)["loss"].tolist() == [0.5]
-    (tmp_path / "m.jsonl").write_text('{"step": 1\n' + json.dumps(rows[0]) + "\n")
-    with pytest.raises(ValueError, match="line 1: not a line of metrics"):
-        monitor.read(tmp_path / "m.jsonl")
+# --- what is refused
 
 
 @pytest.mark.parametrize(

@@ -174,15 +174,17 @@ def fit(
     loss: Loss, params: PyTree, batches: Callable[[int], Any] | Iterable[Any], settings: Settings, *,
     given: PyTree = None, frozen: tuple[str, ...] = ("ids",), directory: str | os.PathLike | None = None,
     identity: Mapping[str, Any] | None = None, mesh: Mesh | None = None,
-    evaluate: Callable[[int, PyTree], Any] | None = None, progress: bool = True, tensorboard: bool = False,
+    rewrite: Callable[[int, Any, PyTree], Any] | None = None, evaluate: Callable[[int, PyTree], Any] | None = None,
+    progress: bool = True, tensorboard: bool = False,
 ) -> Fitted:  # fmt: skip
     """Trains, and goes on where a run in the same directory was stopped, whatever stopped it.
 
     Args:
       loss: hashable (`specjax.static.bind`), see `specjax.train.types.Loss`.
       params: weights to start from; they are not changed.
-      batches: ``batches(step)``, step from 0, the same batch whenever it is asked for the same step; or an iterable,
-        of which a resumed run skips what was used. Leaves [rows, ...] of one shape.
+      batches: `specjax.train.packing.Batches`, or any ``batches(step)``, step from 0, that gives the same batch
+        whenever it is asked for the same step; or an iterable, of which a resumed run skips what was used. Leaves
+        [rows, ...].
       settings: see `specjax.train.settings.Settings`.
       given: what the loss needs besides, e.g. the target's params. On a mesh it stays where the caller has put it
         (`specjax.train.mesh.place_target`); what is not on the mesh is copied to every device.
@@ -191,6 +193,8 @@ def fit(
       identity: what makes this run what it is besides settings and weights: ``{"target": fingerprint, "student":
         repr(config), "data": ..}``. A run with another one is not resumed.
       mesh: axes "data" and "model", see `specjax.train.mesh.make_mesh`.
+      rewrite: ``(step, batch, params) -> batch`` with the weights as they are at that step, for text that a student
+        writes itself; a run that is resumed exactly needs the same batch for the same three.
       evaluate: ``(step, params) -> anything JSON can say``, called before the first step, every ``eval_every`` steps
         and after the last, with averaged weights where there are some.
       progress: show a bar (needs tqdm).
@@ -212,7 +216,8 @@ def fit(
         journal = Journal(None if run is None else run.path / "metrics.jsonl", int(training.step))
         folder = run.path / "tensorboard" if tensorboard and run is not None else None
         with Monitor(journal, settings.steps, bar=progress, tensorboard=folder) as monitor:
-            training = _loop(loss, settings, mesh, training, given, batches, run, evaluate, monitor)
+            source = _source(batches, int(training.step), settings.steps)
+            training = _loop(loss, settings, mesh, training, given, source, run, rewrite, evaluate, monitor)
     finally:
         if run is not None:
             run.close()
@@ -230,17 +235,19 @@ def _identity(settings: Settings, training: Training, given: Mapping[str, Any] |
 
 
 def _loop(
-    loss: Loss, settings: Settings, mesh: Mesh | None, training: Training, given: PyTree, batches: Any,
-    run: Run | None, evaluate: Any, monitor: Monitor,
+    loss: Loss, settings: Settings, mesh: Mesh | None, training: Training, given: PyTree, source: Iterator[Any],
+    run: Run | None, rewrite: Any, evaluate: Any, monitor: Monitor,
 ) -> Training:  # fmt: skip
     done, static = int(training.step), settings._replace(**dict.fromkeys(LOOP, 0))
-    source = _source(batches, done, settings.steps)
     if evaluate is not None and done == 0:
         _evaluate(evaluate, 0, training, monitor)
     rows: list[Row] = []
     monitor.clock()
     while done < settings.steps:
-        batch = meshes.share(mesh, next(source), settings.accumulate)
+        batch = next(source)
+        if rewrite is not None:
+            batch = rewrite(done, batch, {**training.trained, **training.frozen})
+        batch = meshes.share(mesh, batch, settings.accumulate)
         training, row = update(weak(loss), static, mesh, training, given, batch)
         rows.append(row)
         done += 1
@@ -266,6 +273,7 @@ def _due(done: int, every: int) -> bool:
 
 def _source(batches: Any, done: int, steps: int) -> Iterator[Any]:
     """Batches from step ``done`` on."""
+    batches = getattr(batches, "at", batches)
     if callable(batches):
         yield from map(batches, range(done, steps))
         return
