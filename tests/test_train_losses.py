@@ -1,6 +1,7 @@
 """The losses place by place: closed forms, gradients against finite differences, bans, reduced vocabularies, sums."""
 
 import functools
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -50,9 +51,38 @@ def mix_of(q_logits, p_logits, ids, temperature):
     return np.exp(-3.0 * np.minimum(p if ids is None else p[..., ids], q).sum(-1))
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def compare(how, q_logits, p_logits, tokens=None, ids=None):
-    return losses.compare(how, q_logits, losses.law(p_logits, ids, how), tokens, ids)
+class Found(NamedTuple):
+    values: Any
+    weight: Any
+    alpha: Any
+    tangent: Any  # of values and alpha, along ones
+    grad: Any  # of the sum of values
+    weighted: Any  # of the sum of weight * values
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _every(names, temperature, q_logits, p_logits, tokens, ids):
+    def one(name):
+        how = losses.divergence(name, temperature=temperature)
+
+        def of(x):
+            return losses.compare(how, x, losses.law(p_logits, ids, how), tokens, ids)
+
+        made, tangent = jax.jvp(of, (q_logits,), (jnp.ones_like(q_logits),))
+        grads = [
+            jax.grad(total)(q_logits)
+            for total in (lambda x: of(x).values.sum(), lambda x: losses.mean(*of(x)[:2]).total)
+        ]
+        return Found(*made, (tangent.values, tangent.alpha), *grads)
+
+    return {name: one(name) for name in names}
+
+
+def every(q_logits, p_logits, tokens=None, ids=None, temperature=1.0) -> dict[str, Found]:
+    """All losses in one program: values and derivatives."""
+    tokens = np.zeros(q_logits.shape[:-1], np.int32) if tokens is None else tokens
+    names = tuple(losses.NAMES) if temperature == 1 else tuple(SOFT)
+    return jax.device_get(_every(names, temperature, q_logits, p_logits, tokens, ids))
 
 
 # --- values
@@ -65,7 +95,7 @@ def test_values_are_the_closed_forms_however_the_places_are_split(name):
     mix = np.exp(-3 * 0.8)
     log |= {"hybrid": mix * 0.0823 + (1 - mix) * 0.2, "js": (kl(P, (P + Q) / 2) + kl(Q, (P + Q) / 2)) / 2}
     q, p = (np.log(np.tile(x, (4, 1))).astype(np.float32) for x in (Q, P))
-    made = compare(losses.divergence(name), q, p, np.zeros(4, np.int32))
+    made = every(q, p)[name]
     np.testing.assert_allclose(made.values, log[name], atol=1e-4)
     np.testing.assert_allclose(made.alpha, 0.8, rtol=1e-6)
     counts = np.array([1, 1, 0, 1], np.float32)
@@ -76,88 +106,71 @@ def test_values_are_the_closed_forms_however_the_places_are_split(name):
         assert mean.weight == 3
 
 
-@pytest.mark.parametrize("ids", [None, IDS], ids=["whole", "reduced"])
-def test_acceptance_is_one_minus_total_variation_of_the_whole_law(ids):
+def test_acceptance_is_one_minus_total_variation_of_the_whole_law():
     rng = np.random.default_rng(0)
-    p, q = rng.dirichlet(np.ones(7), 5), rng.dirichlet(np.ones(7 if ids is None else 4), 5)
-    every = q
-    if ids is not None:
-        every = np.zeros((5, 7))
-        every[:, ids] = q
-    how = losses.divergence()
-    law = losses.law_of_probs(jnp.asarray(p, jnp.float32), ids)
-    got = losses.compare(how, jnp.asarray(np.log(q), jnp.float32), law)
-    np.testing.assert_allclose(got.alpha, 1 - 0.5 * np.abs(p - every).sum(-1), rtol=1e-5)
+    p, q = rng.dirichlet(np.ones(7), 3), rng.dirichlet(np.ones(4), 3)
+    widened = np.zeros((3, 7))
+    widened[:, IDS] = q
+    made = every(np.log(q).astype(np.float32), np.log(p).astype(np.float32), TOKENS, IDS)
+    for name in losses.NAMES:
+        np.testing.assert_allclose(made[name].alpha, 1 - 0.5 * np.abs(p - widened).sum(-1), rtol=1e-5)
+    from_probs = losses.law_of_probs(jnp.asarray(p, jnp.float32), IDS)
+    np.testing.assert_allclose(np.exp(from_probs.whole), p[:, IDS], rtol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("name", "temperature"),
-    [
-        ("cross_entropy", 1.0), *((name, 1.7) for name in SOFT),
-        *(pytest.param(name, 1.0, marks=pytest.mark.full) for name in SOFT),
-    ],
-)  # fmt: skip
-def test_gradients_are_those_of_finite_differences(name, temperature):
+@pytest.mark.parametrize("temperature", [1.7, pytest.param(1.0, marks=pytest.mark.full)])
+def test_gradients_are_those_of_finite_differences(temperature):
     """Of an oracle in float64, with a reduced vocabulary; T^2 for the divergences."""
     rng = np.random.default_rng(1)
     q, p = 1.5 * rng.normal(size=(3, 4)), 1.5 * rng.normal(size=(3, 7))
-    columns = np.array([1, 3, 0])  # of TOKENS; the second is outside: any column, it weighs nothing
-    how = losses.divergence(name, temperature=temperature)
-    ours = functools.partial(
-        oracle, name, p_logits=p, ids=IDS, temperature=temperature, tokens=columns,
-        mix=mix_of(q, p, IDS, temperature),
-    )  # fmt: skip
-    step, expected = 1e-5, np.zeros_like(q)
-    for column in range(4):
-        move = step * np.eye(4)[column]
-        expected[:, column] = (ours(q + move) - ours(q - move)) / (2 * step)
     with jax.enable_x64(True):
-        value, pull = jax.vjp(lambda x: compare(how, x, jnp.asarray(p), TOKENS, IDS).values, jnp.asarray(q))
-        got = pull(jnp.ones(3))[0]
-    assert value.dtype == np.float64
-    np.testing.assert_allclose(value, ours(q), rtol=1e-9)
-    np.testing.assert_allclose(got, expected, atol=1e-8)
-    single = compare(how, q.astype(np.float32), p.astype(np.float32), TOKENS, IDS).values
-    np.testing.assert_allclose(single, value, rtol=1e-4, atol=1e-6)
+        made = every(jnp.asarray(q), jnp.asarray(p), TOKENS, IDS, temperature)
+    single = every(q.astype(np.float32), p.astype(np.float32), TOKENS, IDS, temperature)
+    for name, found in made.items():
+        ours = functools.partial(
+            oracle, name, p_logits=p, ids=IDS, temperature=temperature, mix=mix_of(q, p, IDS, temperature),
+            tokens=np.array([1, 3, 0]),  # columns of TOKENS; the second is outside: any column, it weighs nothing
+        )  # fmt: skip
+        step, expected = 1e-5, np.zeros_like(q)
+        for column in range(4):
+            move = step * np.eye(4)[column]
+            expected[:, column] = (ours(q + move) - ours(q - move)) / (2 * step)
+        assert found.values.dtype == np.float64
+        np.testing.assert_allclose(found.values, ours(q), rtol=1e-9, err_msg=name)
+        np.testing.assert_allclose(found.grad, expected, atol=1e-8, err_msg=name)
+        np.testing.assert_allclose(found.tangent[0], expected.sum(-1), atol=1e-8, err_msg=name)
+        np.testing.assert_allclose(single[name].values, found.values, rtol=1e-4, atol=1e-6, err_msg=name)
 
 
 def test_hybrid_goes_from_kl_to_tv():
     rng = np.random.default_rng(2)
-    q, p = rng.normal(size=(2, 5)).astype(np.float32), rng.normal(size=(2, 5)).astype(np.float32)
-    for eta, name in ((0, "forward_kl"), (1e4, "tv")):
-        got = compare(losses.divergence("hybrid", eta=eta), q, p).values
-        np.testing.assert_allclose(got, compare(losses.divergence(name), q, p).values, rtol=1e-5)
+    q, p = (jnp.asarray(rng.normal(size=(2, 5)), jnp.float32) for _ in range(2))
+
+    @jax.jit
+    def compare():
+        hows = [losses.divergence("hybrid", eta=0), losses.divergence(), losses.divergence("hybrid", eta=1e4),
+                losses.divergence("tv")]  # fmt: skip
+        return [losses.compare(how, q, losses.law(p)).values for how in hows]
+
+    little, forward, much, variation = compare()
+    np.testing.assert_allclose(little, forward, rtol=1e-5)
+    np.testing.assert_allclose(much, variation, rtol=1e-5)
 
 
 # --- bans
 
 
-@pytest.mark.parametrize("name", losses.NAMES)
-def test_banned_ids_give_finite_values_and_derivatives(name):
+def test_banned_ids_give_finite_values_and_derivatives():
     """Case 130: -inf for the student, the teacher, both, and a row that has nothing else; grad and jvp."""
     q = np.array([[0, 1, -inf, 2], [-inf, 0, -inf, 1], [1, 2, 0, 1], [-inf] * 4, [0, -inf, -inf, -inf]], np.float32)
     p = np.array([[1, 0, -inf, 2], [0, 1, 2, 1], [-inf, 0, -inf, -inf], [0, 1, 2, 3], [-inf, 0, 1, 2]], np.float32)
-    how, tokens = losses.divergence(name), np.array([3, 2, 1, 0, 2])
-
-    @jax.jit
-    def everything(x):
-        def values(x):
-            return losses.compare(how, x, losses.law(p, None, how), tokens)[::2]
-
-        primal, tangent = jax.jvp(values, (x,), (jnp.ones_like(x),))
-        return primal, tangent, jax.grad(lambda x: values(x)[0].sum())(x)
-
-    (primal, alpha), (tangent, zero), grad = everything(q)
-    for found in (primal, tangent, grad, alpha):
-        assert np.isfinite(found).all()
-    assert not np.any(zero)
-    assert not grad[np.isneginf(q)].any()
-    assert (np.asarray(primal) >= -1e-6).all()
-
-
-def test_nan_is_not_hidden():
-    q, p = np.array([[0, np.nan]], np.float32), np.zeros((1, 2), np.float32)
-    assert np.isnan(compare(losses.divergence(), q, p).values).all()
+    for name, found in every(q, p, np.array([3, 2, 1, 0, 2])).items():
+        for values in jax.tree.leaves(found):
+            assert np.isfinite(values).all(), name
+        assert not found.grad[np.isneginf(q)].any() and not found.tangent[1].any()
+        assert (found.values >= -1e-6).all()
+    unsaid = every(np.where(np.arange(4) == 1, np.nan, q), p)  # of the same shapes: nothing new is compiled
+    assert all(np.isnan(found.values[2]) for name, found in unsaid.items() if name != "cross_entropy")
 
 
 def test_places_of_weight_zero_add_neither_value_nor_gradient_whatever_they_hold():
@@ -178,17 +191,13 @@ def test_places_weigh_what_the_draft_vocabulary_can_say(name):
     with np.errstate(divide="ignore"):
         logits = np.log(p).astype(np.float32)
     q = np.random.default_rng(3).normal(size=(3, 4)).astype(np.float32)
-    def total(x):
-        made = compare(losses.divergence(name), x, logits, TOKENS, IDS)
-        return losses.mean(made.values, made.weight).total, made
-
-    grad, made = jax.grad(total, has_aux=True)(q)
+    made = every(q, logits, TOKENS, IDS)[name]
     share = p[:, IDS].sum(-1)
     weights = {"cross_entropy": [1, 0, 1], "tv": [1] * 3, "nla": [1] * 3, "hybrid": [1] * 3}
     np.testing.assert_allclose(made.weight, weights.get(name, share), atol=1e-6)
 
-    assert np.isfinite(made.values).all() and grad[0].any()
-    assert not grad[1].any()  # nothing the drafter can say is right there, so nothing is learnt
+    assert np.isfinite(made.values).all() and made.weighted[0].any()
+    assert not made.weighted[1].any()  # nothing the drafter can say is right there, so nothing is learnt
 
 
 def test_log_odds_learn_the_chance_itself():

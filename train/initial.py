@@ -10,7 +10,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 
 from specjax.drafters.dflash import DFlashConfig
@@ -130,7 +129,7 @@ def _like(params: dict[str, Any], source: dict[str, Any]) -> dict[str, Any]:
 
 def _columns(target: LanguageModel, ids: Any) -> Array:
     weight = target.params.get("head", target.params["embedding"])
-    return jnp.array(weight if ids is None else weight[:, np.asarray(ids)], jnp.float32)
+    return jnp.array(weight if ids is None else weight[:, jnp.asarray(ids)], jnp.float32)
 
 
 def _pass(fc: Array, size: int, stream: int) -> Array:
