@@ -197,9 +197,13 @@ def test_eagle_begins_with_the_late_stream_of_the_recipe():
     made = initial.config_for("eagle", LanguageModel(target().model, {}, config=config))
     assert made.feature_layers == (2, 15, 27, 31) and made.fc_norm
     config = initial.config_for("eagle", target())
-    fc = np.asarray(initial._eagle(config, head_for(config), target(), None)["fc"])
+    made = initial._eagle(config, head_for(config), target(), None)
     assert config.feature_layers == (1, 3)
-    np.testing.assert_array_equal(fc, np.concatenate([np.eye(E), np.zeros((E, E))]))
+    np.testing.assert_array_equal(made["fc"], np.concatenate([np.eye(E), np.zeros((E, E))]))
+    # The stream goes in as large as it is: normed, and multiplied with what its root mean square usually is.
+    rows = np.asarray(made["fc_norm"][0])
+    features = heads.read(target(), (np.arange(32)[None] * V // 32).astype(np.int32), (1,)).features[0]
+    np.testing.assert_allclose(rows, np.median(np.sqrt((np.asarray(features) ** 2).mean(-1))), rtol=1e-5)
 
 
 # --- draft models

@@ -5,6 +5,7 @@ has just said, and has to learn only to look one token further.
 """
 
 import dataclasses
+import functools
 import operator
 from typing import Any
 
@@ -22,8 +23,8 @@ from specjax.drafters.mtp import MTPConfig
 from specjax.drafters.mtp import fresh_params as fresh_mtp
 from specjax.models.language_model import LanguageModel
 from specjax.static import show
-from specjax.train.heads import HeadConfig
-from specjax.types import Array, PyTree
+from specjax.train.heads import HeadConfig, read
+from specjax.types import Array, Model, PyTree
 
 KINDS = ("medusa", "eagle", "mtp", "dflash", "eagle1")
 
@@ -34,6 +35,7 @@ def config_for(
     """A small head of a kind, with layers like the target's.
 
     "eagle" is EAGLE-3 over the streams after layers 2, L / 2 and L - 3 and what the target's head reads, each normed.
+    It goes on from the third: `params_for` starts that norm's scale with the size the stream usually has.
 
     Args:
       kind: one of `KINDS`.
@@ -150,7 +152,20 @@ def _eagle(config: EagleConfig, params: PyTree, target: LanguageModel, ids: Any)
     streams = [layer for layer in config.feature_layers if layer <= layers] or config.feature_layers
     stream = 1 if config.version == 1 else config.feature_layers.index(max(streams))  # beside the embedding
     params = {**params, "layers": {**params["layers"], 0: first}, "fc": _pass(params["fc"], size, stream)}
+    if config.fc_norm:  # the layer goes on from a stream of the size it was trained with
+        usual = stream_size(target.model, config.feature_layers[stream], target.params)
+        norm = jnp.full_like(params["fc_norm"][stream], usual)
+        params["fc_norm"] = {**params["fc_norm"], stream: norm}
     return params if not config.draft_vocab_size else {**params, "ids": jnp.asarray(ids, jnp.int32)}
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def stream_size(model: Model, layer: int, params: PyTree) -> Array:
+    """[] what the root mean square of one of the target's streams usually is: the median over a text of 32 tokens from
+    all over the vocabulary. First tokens can be 50 times larger."""
+    tokens = (jnp.arange(32, dtype=jnp.int32) * model.vocab_size // 32)[None]
+    features = read(LanguageModel(model, params), tokens, (layer,)).features
+    return jnp.median(jnp.sqrt(jnp.mean(features * features, axis=-1)))
 
 
 def _mtp(params: PyTree, target: LanguageModel) -> PyTree:

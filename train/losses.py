@@ -92,8 +92,7 @@ def law(logits: Array, ids: Array | None = None, how: Divergence = Divergence())
     """The target's law from its logits [..., V]; ids [M]: the columns that can be drafted, None is all."""
 
     def at(temperature):
-        logp = log_law(logits if temperature == 1 else logits / temperature)
-        return logp if ids is None else logp[..., ids]
+        return log_law(logits if temperature == 1 else logits / temperature, ids)
 
     whole = at(1.0)
     return Law(whole, whole if how.temperature == 1 else at(how.temperature))
@@ -106,11 +105,16 @@ def law_of_probs(probs: Array, ids: Array | None = None, how: Divergence = Diver
     return law(logits, ids, how)
 
 
-def log_law(logits: Array) -> Array:
-    """log softmax over the last axis, finite: `FLOOR` without a gradient where a logit is -inf. NaN stays NaN."""
+def log_law(logits: Array, ids: Array | None = None) -> Array:
+    """log softmax over the last axis, of columns ``ids``, finite: `FLOOR` without a gradient where a logit is -inf. NaN
+    stays NaN."""
     logits = _wide(logits)
     banned = logits <= NONE
-    return jnp.where(banned, FLOOR, jax.nn.log_softmax(jnp.where(banned, NONE, logits), axis=-1))
+    safe = jnp.where(banned, NONE, logits)
+    if ids is None:
+        return jnp.where(banned, FLOOR, jax.nn.log_softmax(safe, axis=-1))
+    columns = logits[..., ids]  # only these are kept: the vocabulary is wide
+    return jnp.where(columns <= NONE, FLOOR, columns - jax.nn.logsumexp(safe, axis=-1, keepdims=True))
 
 
 def _wide(x: Array) -> Array:
