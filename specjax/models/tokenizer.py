@@ -263,7 +263,7 @@ def _byte_level(vocab: Mapping[str, int], merges: Iterable[str], pre: str | None
     if pre not in _PRE_TOKENIZERS:
         supported = ", ".join(_PRE_TOKENIZERS)
         raise ValueError(f"{source}: tokenizer.ggml.pre is {pre!r}, which is not supported; supported: {supported}")
-    pairs = [tuple(merge.split(" ")) for merge in merges]
+    pairs: Any = [tuple(merge.split(" ")) for merge in merges]
     try:
         model = models.BPE(vocab=dict(vocab), merges=pairs, ignore_merges=pre == "llama-bpe")
     except Exception as error:
