@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -77,6 +78,19 @@ def test_a_run_is_only_gone_on_with_as_itself(tmp_path):
     }.items():
         with pytest.raises(ValueError, match=f"holds another run: .*{words}"):
             fit(tmp_path, **{"settings": run, "identity": {"target": "abc", "student": "eagle"}, **changes})
+
+
+def test_a_damaged_directory_is_named(tmp_path):
+    run = RUN._replace(steps=4, eval_every=0, save_every=2)
+    whole = fit(tmp_path, run)
+    (tmp_path / "checkpoints" / "4" / "default" / "_METADATA").write_text("x")
+    with pytest.raises(ValueError, match=r"checkpoints.4 is damaged: .* Delete it to go on from the one before"):
+        fit(tmp_path, run)
+    shutil.rmtree(tmp_path / "checkpoints" / "4")
+    np.testing.assert_array_equal(fit(tmp_path, run).params["w"], whole.params["w"])
+    (tmp_path / "run.json").write_text("{")
+    with pytest.raises(ValueError, match=r"run.json is damaged"):
+        fit(tmp_path, run)
 
 
 def test_a_loss_that_is_not_finite_ends_the_run_at_its_step(tmp_path):

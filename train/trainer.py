@@ -211,8 +211,8 @@ def fit(
     run = None
     if directory is not None:
         run = Run(directory, _identity(settings, training, identity), settings.keep)
-        training = run.restore(training)
     try:
+        training = training if run is None else run.restore(training)
         journal = Journal(None if run is None else run.path / "metrics.jsonl", int(training.step))
         folder = run.path / "tensorboard" if tensorboard and run is not None else None
         with Monitor(journal, settings.steps, bar=progress, tensorboard=folder) as monitor:
