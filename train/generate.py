@@ -234,7 +234,8 @@ def _step(model, params, key: Array, template: Template, state: State) -> State:
 
 def _law(logits: Array) -> tuple[Array, Array, Array]:
     """The TOP largest logits, their ids, and the logarithm of the sum [.., 1]."""
-    top, ids = top_k(logits, min(TOP, logits.shape[-1]))
+    # The barrier: without it XLA:CPU looks for the top entry again at every entry of the sum.
+    top, ids = lax.optimization_barrier(top_k(logits, min(TOP, logits.shape[-1])))
     total = jnp.log(jnp.sum(jnp.exp(logits - top[..., :1]), axis=-1, keepdims=True)) + top[..., :1]
     if ids.shape[-1] < TOP:  # a vocabulary of fewer tokens: no mass on the rest
         wide = [(0, 0)] * (top.ndim - 1) + [(0, TOP - ids.shape[-1])]
