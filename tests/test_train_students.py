@@ -163,6 +163,14 @@ def _confidence_only(loss, *arguments):
     return metrics["confidence"].total, metrics
 
 
+def test_blocks_begin_where_a_token_is_learnt_next_and_elsewhere_only_if_there_is_room():
+    counts = jnp.zeros((2, 10), bool).at[0, 4].set(True).at[1, 7:9].set(True)
+    batch = Batch(jnp.zeros((2, 10), jnp.int32), counts)
+    places = [np.asarray(students._places(5, batch, jax.random.key(seed))) for seed in range(8)]
+    assert all({3, 6, 7} < set(found.tolist()) <= set(range(1, 10)) and len(set(found)) == 5 for found in places)
+    assert len({tuple(found) for found in places}) > 1 and students._places(0, batch, jax.random.key(0)) is None
+
+
 def test_equal_losses_are_one_program():
     config = initial.config_for("medusa", target())
     one, two = (students.head_loss(dataclasses.replace(config), target(), depth=2) for _ in range(2))
@@ -268,7 +276,7 @@ def test_a_fresh_model_has_the_sizes_asked_for():
 
 def greedy(lm, prompts, *, max_new_tokens, temperature=0.0, seed=None):
     """Counts on from the prompt; a stand-in for `specjax.generate`."""
-    assert temperature == 0 and seed in (None, [4, 5])
+    assert temperature == 0 and seed in (None, [6, 7]) and "layers" in lm.params
     made = [[(prompt[-1] + 1 + step) % V for step in range(max_new_tokens)] for prompt in prompts]
     return specjax.Generation(None, [text[: 5 - row] for row, text in enumerate(made)], [], None, None, None)
 
@@ -278,15 +286,17 @@ def test_text_of_its_own_takes_the_place_of_every_other_batch(generate, monkeypa
     monkeypatch.setattr(draft_lm, "generate", generate)
     draft = target()
     rows = np.random.default_rng(0).integers(0, V, (2, 8)).astype(np.int32)
-    given = Batch(jnp.asarray(rows), jnp.ones((2, 8), bool))
-    first, second = draft_lm.on_policy([given] * 2, draft, lambda: draft.params, every=2, given=3, temperature=0.0)
+    given = Batch(jnp.asarray(rows), jnp.ones((2, 8), bool), jnp.zeros((2, 8), jnp.int32))
+    rewrite = draft_lm.on_policy(draft._replace(params=None), every=2, given=3, temperature=0.0)
+    first, second = (rewrite(step, given, draft.params) for step in (2, 3))
     assert first is given and second.tokens.shape == (2, 8)
+    assert rewrite(3, given._replace(documents=None), draft.params).documents is None
     made = generate(draft, [row[:3].tolist() for row in rows], max_new_tokens=5).tokens
     for row, text in enumerate(made):
         size = len(text)
         assert second.tokens[row].tolist() == rows[row, :3].tolist() + text + [0] * (5 - size)
         assert second.counts[row].tolist() == [False] * 3 + [True] * size + [False] * (5 - size)
-    assert second.documents is None
+        assert second.documents[row].tolist() == [0] * (3 + size) + [-1] * (5 - size)
 
 
 @pytest.mark.parametrize(

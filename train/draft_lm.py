@@ -7,7 +7,7 @@ drafts with it, `specjax.models.save` writes it, `specjax.load` and `specjax.loa
 
 import dataclasses
 import operator
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -20,7 +20,7 @@ from specjax.models import llama
 from specjax.models.config import LlamaConfig
 from specjax.models.language_model import LanguageModel, checked
 from specjax.models.nnx import from_nnx
-from specjax.static import show, whole
+from specjax.static import bind, show, whole
 from specjax.train.types import Batch
 from specjax.types import PyTree
 
@@ -114,41 +114,44 @@ def _config_of(target: LanguageModel) -> LlamaConfig:
 
 
 def on_policy(
-    batches: Iterable[Batch], draft: LanguageModel, current: Callable[[], PyTree], *, every: int = 2,
-    given: int = 8, temperature: float = 1.0, seed: int = 0,
-) -> Iterator[Batch]:  # fmt: skip
-    """Batches of which every ``every``-th holds what the draft model writes itself, for the target to score.
+    draft: LanguageModel, *, every: int = 2, given: int = 8, temperature: float = 1.0, seed: int = 0
+) -> Callable[[int, Batch, PyTree], Batch]:
+    """Makes every ``every``-th batch of a run one that the draft model writes itself, for the target to score.
 
     Such a batch keeps the first ``given`` tokens of each row; the draft goes on from there to the end of the row, or to
     an end token, and only its own tokens count. Zhou et al., DistillSpec: Improving Speculative Decoding via Knowledge
     Distillation, arXiv 2310.08461 (2023).
 
     Args:
-      batches: rows of at least ``given`` real tokens; where texts are packed, rows begin with one.
       draft: the model that is trained; its own params are not used.
-      current: gives its params as they are now, e.g. those of the last step.
       every: 1 is every batch.
-      given: tokens of a row that stay.
+      given: tokens of a row that stay; rows have at least so many, of one text.
       temperature: of the draft's samples; 0 is greedy.
-      seed: of the samples; batches differ.
+      seed: of the samples, which differ from step to step and are the same when a run is repeated.
+
+    Returns:
+      ``(step, batch, params) -> batch`` with the params as they are at that step: `specjax.train.trainer.fit` takes it
+      as ``rewrite``.
 
     Raises:
       ValueError: numbers that are none.
     """
     every, given, seed = whole("every", every, 1), whole("given", given, 1), whole("seed", seed, 0)
-    return _on_policy(batches, checked("draft", draft), current, every, given, temperature, seed)
+    return bind(_rewrite, checked("draft", draft)._replace(params=()), every, given, temperature, seed)
 
 
-def _on_policy(batches, draft, current, every, given, temperature, seed) -> Iterator[Batch]:
-    for number, batch in enumerate(batches, start=1):
-        if number % every:
-            yield batch
-            continue
-        rows = np.asarray(batch.tokens)
-        yield own_text(
-            draft._replace(params=current()), rows[:, :given], rows.shape[1], temperature=temperature,
-            seed=seed + number * rows.shape[0],
-        )  # fmt: skip
+def _rewrite(draft, every, given, temperature, seed, step: int, batch: Batch, params: PyTree) -> Batch:
+    if (step + 1) % every:
+        return batch
+    rows = np.asarray(batch.tokens)
+    made = own_text(
+        draft._replace(params=params), rows[:, :given], rows.shape[1], temperature=temperature,
+        seed=seed + step * rows.shape[0],
+    )  # fmt: skip
+    if batch.documents is None:
+        return made
+    real = made.counts | (jnp.arange(rows.shape[1]) < given)[None]
+    return made._replace(documents=jnp.where(real, 0, -1).astype(jnp.int32))
 
 
 def own_text(

@@ -103,7 +103,7 @@ def _head_loss(config, model: Model, options: _Options, params, weights, batch: 
     reading = heads.read(LanguageModel(model, weights), batch.tokens, options.layers, batch.documents)
     said = heads.laws(
         config, params, weights, batch.tokens, reading.features, depth=options.depth,
-        anchors=_places(options.anchors, width, key), documents=batch.documents,
+        anchors=_places(options.anchors, batch, key), documents=batch.documents,
     )  # fmt: skip
     ids = heads.ids(params)
     target = losses.law(reading.logits, ids, how)
@@ -122,11 +122,15 @@ def _head_loss(config, model: Model, options: _Options, params, weights, batch: 
     return loss.total, {"loss": loss, **metrics}
 
 
-def _places(anchors: int, width: int, key: Array) -> Array | None:
-    """Random different places of pending tokens; the first token is none."""
+def _places(anchors: int, batch: Batch, key: Array) -> Array | None:
+    """Random different places of pending tokens; first those after which a token counts in some row. The first token
+    is none."""
+    width = batch.tokens.shape[1]
     if not anchors:
         return None
-    return 1 + jax.random.permutation(key, width - 1)[: min(anchors, width - 1)].astype(jnp.int32)
+    useful = jnp.pad(batch.counts[:, 2:].any(0), (0, 1)).astype(jnp.float32)  # of places 1 .. T - 1
+    order = useful + jax.random.uniform(key, useful.shape)
+    return 1 + jax.lax.top_k(order, min(anchors, width - 1))[1].astype(jnp.int32)
 
 
 def _scaled(loss: Mean, extra: Mean | None, factor: float) -> Mean:
