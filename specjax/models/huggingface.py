@@ -59,6 +59,10 @@ class SafetensorsFiles:
                 raise ValueError(f"tensor {name!r} is in {self._file_of[name].name} and in {file.name} of {self.path}")
             self._where[name], self._file_of[name] = opened, file
 
+    def type_of(self, name: str) -> str:
+        """The type a tensor is stored in, e.g. "BF16"."""
+        return self._where[name].get_slice(name).get_dtype()
+
     def read(self, name: str) -> np.ndarray:
         """One tensor, bit for bit as stored (bfloat16 as ml_dtypes.bfloat16).
 

@@ -124,26 +124,31 @@ def strict_params(
       ValueError: listing tensors that are missing, surplus or of another shape.
     """
     needed = llama_params.tensor_shapes(config)
-    found = {name: tuple(shape) for name, shape in tensors.shapes.items() if not _IGNORABLE.fullmatch(name)}
-    tied_head = config.tie_embeddings and found.get(_HEAD) == needed[_EMBEDDING]
-    if tied_head:
-        del found[_HEAD]
-    complaints = [
-        *(f"missing: {name} {shape}" for name, shape in needed.items() if name not in found),
-        *(f"not part of the model: {name} {shape}" for name, shape in found.items() if name not in needed),
-        *(f"{name} has shape {found[name]}, the configuration needs {shape}"
-          for name, shape in needed.items() if found.get(name, shape) != shape),
-    ]
-    if complaints:
-        shown = complaints[:20] + ([f"... and {len(complaints) - 20} more"] if len(complaints) > 20 else [])
-        matching = sum(found.get(name) == shape for name, shape in needed.items())
+    if found := complaints(tensors.shapes, config):
+        shown = found[:20] + ([f"... and {len(found) - 20} more"] if len(found) > 20 else [])
+        matching = sum(tuple(tensors.shapes.get(name, ())) == shape for name, shape in needed.items())
         lines = "\n  ".join(shown)
         raise ValueError(f"{source}: {matching} of {len(needed)} tensors fit the configuration\n  {lines}")
+    tied_head = config.tie_embeddings and _HEAD in tensors.shapes
     if tied_head and not np.array_equal(_bits(tensors.read(_HEAD)), _bits(tensors.read(_EMBEDDING))):
         raise ValueError(f"{source}: tie_word_embeddings is set, yet {_HEAD} differs from {_EMBEDDING}")
     return llama_params.params_from_tensors(
         config, lambda name, shape: tensors.read(name), dtype=jnp.dtype(dtype), scan_layers=scan_layers
     )
+
+
+def complaints(shapes: Mapping[str, tuple[int, ...]], config: LlamaConfig) -> list[str]:
+    """What keeps tensors of these shapes from being the model of a configuration, a line each; nothing is read."""
+    needed = llama_params.tensor_shapes(config)
+    found = {name: tuple(shape) for name, shape in shapes.items() if not _IGNORABLE.fullmatch(name)}
+    if config.tie_embeddings and found.get(_HEAD) == needed[_EMBEDDING]:
+        del found[_HEAD]  # it may be repeated
+    return [
+        *(f"missing: {name} {shape}" for name, shape in needed.items() if name not in found),
+        *(f"not part of the model: {name} {shape}" for name, shape in found.items() if name not in needed),
+        *(f"{name} has shape {found[name]}, the configuration needs {shape}"
+          for name, shape in needed.items() if found.get(name, shape) != shape),
+    ]
 
 
 def _bits(array: np.ndarray) -> np.ndarray:

@@ -10,17 +10,14 @@ devices, nor how layers were run when it was saved matters to who reads it.
 
 import dataclasses
 import json
-import os
 import pathlib
-import tempfile
 
 import jax
 import jax.numpy as jnp
 
-from specjax.models import huggingface, llama, llama_params, tokenizer
+from specjax.models import directory, huggingface, llama, llama_params, tokenizer
 from specjax.models.config import LlamaConfig, from_json
 from specjax.models.language_model import LanguageModel, checked
-from specjax.static import show
 from specjax.types import PyTree
 
 MANIFEST = "specjax.json"
@@ -37,42 +34,29 @@ def save(path: str | pathlib.Path, lm: LanguageModel, *, overwrite: bool = False
       TypeError: if the model's configuration is not one of ours, so that `load` could not rebuild the model.
       ValueError: if path is no path or lm no language model, as when the two are swapped.
     """
-    if isinstance(path, LanguageModel):
-        raise ValueError("path is a language model: save(path, lm) takes the path first, then the model")
-    if not isinstance(path, (str, os.PathLike)):
-        raise ValueError(f"path={show(path)}: give a directory as a string or path")
-    lm = checked("lm", lm)
     import orbax.checkpoint as ocp
 
-    if not isinstance(lm.config, LlamaConfig):
-        raise TypeError(f"only models with a LlamaConfig can be saved, not one with {type(lm.config).__name__}")
-    path = pathlib.Path(path).expanduser().absolute()
-    if path.exists() and not overwrite:
-        raise FileExistsError(f"{path} exists; pass overwrite=True to replace it")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    text = lm.tokenizer
-    manifest = {
-        "format": _FORMAT,
-        "family": "llama",
-        "config": dataclasses.asdict(lm.config),
-        "eos_ids": list(lm.eos_ids),
-        "chat_template": lm.chat_template,
-        "tokenizer": None if text is None else {"bos_id": text.bos_id, "eos_id": text.eos_id},
-    }
-    stacked = 0 not in lm.params["layers"]
-    params = llama_params.unstack_layers(lm.params) if stacked else lm.params
-    with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as scratch:
-        folder = pathlib.Path(scratch) / "new"
-        folder.mkdir()
+    with directory.whole(path, overwrite) as folder:
+        lm = checked("lm", lm)
+        if not isinstance(lm.config, LlamaConfig):
+            raise TypeError(f"only models with a LlamaConfig can be saved, not one with {type(lm.config).__name__}")
+        text = lm.tokenizer
+        manifest = {
+            "format": _FORMAT,
+            "family": "llama",
+            "config": dataclasses.asdict(lm.config),
+            "eos_ids": list(lm.eos_ids),
+            "chat_template": lm.chat_template,
+            "tokenizer": None if text is None else {"bos_id": text.bos_id, "eos_id": text.eos_id},
+        }
+        stacked = 0 not in lm.params["layers"]
+        params = llama_params.unstack_layers(lm.params) if stacked else lm.params
         with ocp.StandardCheckpointer() as checkpointer:
             checkpointer.save(folder / "params", _named(params))
         manifest["files"] = _sizes(folder / "params")
         if text is not None:
             (folder / "tokenizer.json").write_text(text.to_json(), encoding="utf-8")
         (folder / MANIFEST).write_text(json.dumps(manifest, indent=2), encoding="utf-8")
-        if path.exists():
-            os.replace(path, pathlib.Path(scratch) / "old")  # deleted with the scratch directory
-        os.replace(folder, path)
 
 
 def load(path: pathlib.Path, *, dtype="float32", scan_layers: bool = False) -> LanguageModel:

@@ -1,0 +1,36 @@
+"""Which model this is, so that what was made for one is not used with another."""
+
+import dataclasses
+import hashlib
+import json
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specjax.models.language_model import LanguageModel
+
+
+def fingerprint(target: LanguageModel) -> str:
+    """Which target this is: a hash of its configuration, some of its weights and the size of its vocabulary.
+
+    The same for float32 and bfloat16 weights of one checkpoint.
+    """
+    digest = hashlib.sha256()
+    words = target.tokenizer
+    facts: dict[str, Any] = {"vocab_size": target.model.vocab_size}
+    facts["tokenizer"] = None if words is None else getattr(words, "vocab_size", None)
+    if dataclasses.is_dataclass(target.config):  # a field at its default says nothing, and may be new in this version
+        for field in dataclasses.fields(target.config):
+            value = getattr(target.config, field.name)
+            if value != field.default:
+                facts[field.name] = repr(value)
+    digest.update(json.dumps(facts, sort_keys=True).encode())
+    for path, leaf in jax.tree_util.tree_leaves_with_path(target.params):
+        digest.update(f"{jax.tree_util.keystr(path)} {np.shape(leaf)}".encode())
+        if jnp.issubdtype(leaf.dtype, jnp.floating) and leaf.size:
+            places = np.linspace(0, leaf.size - 1, num=min(64, leaf.size)).astype(np.int64)
+            some = np.asarray(leaf[np.unravel_index(places, leaf.shape)]).astype(np.float32)
+            digest.update(np.asarray(jnp.asarray(some).astype(jnp.bfloat16)).tobytes())
+    return digest.hexdigest()

@@ -1,0 +1,134 @@
+"""Checkpoints written in the Hugging Face layout, and the scripts that inspect and convert checkpoints."""
+
+import importlib
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+import specjax
+from specjax.models import llama_params, save, save_safetensors
+from specjax.models.load import load
+from tests.models import tiny
+from tests.models.test_families import GGUF_CASES, gguf_entries, gguf_metadata
+from tests.models.test_llama import BASE, CONFIGS, random_weights
+
+SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
+NAMES = ["gemma3_text", "qwen2_bias", "mistral_sliding", "llama3_rope_scaled"]
+
+
+@pytest.fixture(scope="module")
+def scripts():
+    names = ("inspect_checkpoint", "convert_checkpoint")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(SCRIPTS))
+        yield tuple(map(importlib.import_module, names))
+    for name in names:
+        sys.modules.pop(name)
+
+
+def assert_same(lm, other):
+    assert lm.config == other.config and lm.eos_ids == other.eos_ids and lm.chat_template == other.chat_template
+    assert jax.tree.structure(lm.params) == jax.tree.structure(other.params)
+    for a, b in zip(jax.tree.leaves(lm.params), jax.tree.leaves(other.params)):
+        assert a.dtype == b.dtype and np.asarray(a).tobytes() == np.asarray(b).tobytes()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", NAMES)
+def test_what_is_written_as_safetensors_comes_back_bit_for_bit(tmp_path, name, dtype):
+    lm = load(tiny.TINY_MODELS / name, dtype=dtype)
+    save_safetensors(tmp_path / "m", lm)
+    assert_same(load(tmp_path / "m", dtype=dtype), lm)
+
+
+def test_scanned_layers_are_written_unrolled(tmp_path):
+    path = tiny.TINY_MODELS / "gemma3_text"
+    save_safetensors(tmp_path / "m", load(path, scan_layers=True))
+    assert_same(load(tmp_path / "m"), load(path))
+
+
+def test_tokenizer_and_chat_template_come_along(tmp_path):
+    lm = load(tiny.write_gguf(tmp_path / "m.gguf"))._replace(chat_template="{{ messages[0].content }}")
+    save_safetensors(tmp_path / "m", lm)
+    other = load(tmp_path / "m")
+    assert_same(other, lm)
+    assert other.tokenizer.fingerprint == lm.tokenizer.fingerprint
+    assert (other.tokenizer.bos_id, other.tokenizer.eos_id) == (lm.tokenizer.bos_id, lm.tokenizer.eos_id)
+
+
+def test_nothing_half_written_and_nothing_replaced_unasked(tmp_path):
+    lm = load(tiny.TINY_MODELS / "qwen2_bias")
+    (tmp_path / "m").mkdir()
+    with pytest.raises(FileExistsError, match="overwrite=True"):
+        save_safetensors(tmp_path / "m", lm)
+    broken = lm._replace(params={**lm.params, "final_norm": None})
+    with pytest.raises(Exception):  # noqa: B017 (whatever numpy says)
+        save_safetensors(tmp_path / "m", broken, overwrite=True)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["m"] and not list((tmp_path / "m").iterdir())
+    save_safetensors(tmp_path / "m", lm, overwrite=True)
+    assert_same(load(tmp_path / "m"), lm)
+    with pytest.raises(ValueError, match="path is a language model"):
+        save_safetensors(lm, tmp_path / "m")
+    with pytest.raises(TypeError, match="LlamaConfig"):
+        save_safetensors(tmp_path / "n", specjax.LanguageModel(lm.model, lm.params))
+
+
+# --- scripts
+
+
+def test_inspection_says_what_it_is_and_that_it_loads(scripts, capsys):
+    assert scripts[0].main([str(tiny.TINY_MODELS / "gemma3_text"), "--tensors"]) == 0
+    said = capsys.readouterr().out
+    for words in ("Hugging Face layout", "family: gemma3_text", "windows = 5 x 16, 1 x 0", "80 F32", "would load",
+                  "ropes = 5 x 10000.0, 1 x 1000000.0", "model.layers.5.self_attn.q_norm.weight (16,)"):
+        assert words in said
+
+
+def test_inspection_names_what_is_missing_or_left_over_or_wrong(scripts, tmp_path, capsys):
+    weights = tiny.tensors()
+    del weights["model.norm.weight"]
+    weights["model.surplus"] = np.zeros(3, np.float32)
+    assert scripts[0].main([str(tiny.write_directory(tmp_path / "m", weights))]) == 1
+    said = capsys.readouterr().err
+    assert "missing: model.norm.weight (20,)" in said and "not part of the model: model.surplus (3,)" in said
+    assert scripts[0].main([str(tiny.write_directory(tmp_path / "n", clip_qkv=8.0))]) == 1
+    assert "clip_qkv = 8.0 is not supported" in capsys.readouterr().err
+    assert scripts[0].main([str(tmp_path / "nothing")]) == 1
+    assert "does not exist" in capsys.readouterr().err
+
+
+def test_a_gguf_file_is_inspected_and_converted(scripts, tmp_path, capsys):
+    name, more = GGUF_CASES["qwen2"]
+    path = tiny.write_gguf(tmp_path / "m.gguf", gguf_entries(random_weights(CONFIGS[name]), "qwen2", "before"),
+                           tokens_metadata(gguf_metadata("qwen2", CONFIGS[name], **more)))  # fmt: skip
+    assert scripts[0].main([str(path)]) == 0
+    assert "GGUF, architecture qwen2" in capsys.readouterr().out
+    lm = load(path)
+    for to in ("safetensors", "orbax"):
+        assert scripts[1].main([str(path), str(tmp_path / to), "--to", to]) == 0
+        assert_same(load(tmp_path / to), lm)
+    assert scripts[1].main([str(tmp_path / "orbax"), str(tmp_path / "back"), "--to", "safetensors"]) == 0
+    assert_same(load(tmp_path / "back"), lm)
+    with pytest.raises(SystemExit):
+        scripts[1].main([str(path), str(tmp_path / "orbax"), "--to", "orbax"])
+    assert scripts[1].main([str(tmp_path), str(tmp_path / "new")]) == 1
+    assert "neither config.json" in capsys.readouterr().err
+
+
+def tokens_metadata(metadata):
+    """A vocabulary of as many tokens as the model has."""
+    words = [*tiny.WORDS, *(f"w{i}" for i in range(BASE.vocab_size - len(tiny.WORDS)))]
+    text = {key: value for key, value in tiny.METADATA.items() if key.startswith("tokenizer.")}
+    return metadata | text | {"tokenizer.ggml.tokens": words, "tokenizer.ggml.token_type": [1] * len(words)}
+
+
+def test_a_family_survives_the_way_through_orbax(tmp_path):
+    config = CONFIGS["gemma 3"]
+    weights = random_weights(config)
+    params = llama_params.params_from_tensors(config, lambda name, shape: weights[name])
+    lm = specjax.LanguageModel(load(tiny.TINY_MODELS / "gemma3_text").model, params, None, config)
+    save(tmp_path / "m", lm)
+    assert_same(load(tmp_path / "m"), lm)
