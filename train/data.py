@@ -10,8 +10,6 @@ manifest and its number alone, so a run that was stopped and continued gives wha
 """
 
 import contextlib
-import dataclasses
-import hashlib
 import json
 import os
 import pathlib
@@ -22,9 +20,9 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
+from specjax.models.identity import fingerprint
 from specjax.models.language_model import LanguageModel, checked
 from specjax.static import show, whole
 from specjax.train import generate, sources
@@ -84,30 +82,6 @@ class Corpus(NamedTuple):
             yield text.tokens, text.top_ids, probs
 
 
-def fingerprint(target: LanguageModel) -> str:
-    """Which target this is: a hash of its configuration, some of its weights and the size of its vocabulary.
-
-    The same for float32 and bfloat16 weights of one checkpoint.
-    """
-    digest = hashlib.sha256()
-    words = target.tokenizer
-    facts: dict[str, Any] = {"vocab_size": target.model.vocab_size}
-    facts["tokenizer"] = None if words is None else getattr(words, "vocab_size", None)
-    if dataclasses.is_dataclass(target.config):  # a field at its default says nothing, and may be new in this version
-        for field in dataclasses.fields(target.config):
-            value = getattr(target.config, field.name)
-            if value != field.default:
-                facts[field.name] = repr(value)
-    digest.update(json.dumps(facts, sort_keys=True).encode())
-    for path, leaf in jax.tree_util.tree_leaves_with_path(target.params):
-        digest.update(f"{jax.tree_util.keystr(path)} {np.shape(leaf)}".encode())
-        if jnp.issubdtype(leaf.dtype, jnp.floating) and leaf.size:
-            places = np.linspace(0, leaf.size - 1, num=min(64, leaf.size)).astype(np.int64)
-            some = np.asarray(leaf[np.unravel_index(places, leaf.shape)]).astype(np.float32)
-            digest.update(np.asarray(jnp.asarray(some).astype(jnp.bfloat16)).tobytes())
-    return digest.hexdigest()
-
-
 def write_corpus(
     target: LanguageModel, directory: str | os.PathLike, *, tokens: int = 1_000_000, source: Any = None,
     seed: int = 0, batch: int = 256, slots: int = 320, shard_size: int = 200, steps: int = generate.STEPS,
@@ -122,7 +96,8 @@ def write_corpus(
         has ended.
       source: `SelfSynthesis` (the default), `Prompts` or `Text`.
       seed: of everything drawn.
-      batch: conversations at a time. Changes speed, not text.
+      batch: conversations at a time. Changes speed and, in bfloat16, how matrix products are rounded: a run that is
+        continued gives the very same text if it is continued with the same batch.
       slots: longest conversation.
       shard_size: conversations per shard.
       steps: tokens per slot between two looks from Python.
