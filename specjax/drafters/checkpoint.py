@@ -1,4 +1,4 @@
-"""`load_drafter` and `save_drafter`: heads on disk, in published layouts or in ours.
+"""`load_drafter` and `save_drafter`: drafters on disk, in published layouts or in ours.
 
     layout                         recognised by                                  file
     EAGLE-3, speculators           config.json: speculators_model_type "eagle3"   eagle_files
@@ -8,9 +8,13 @@
     Medusa                         config.json: medusa_num_heads                  medusa_files
     ours, any of them              specjax_drafter.json                           here: PATH/params/ is an orbax tree
     ours, a whole model            specjax.json                                   models.save; drafts with `model`
+    ours, looked-up laws           recycling.json                                 recycling_files
+
+Beside any of them ``specjax_target.json`` says which target it was made for.
 """
 
 import dataclasses
+import functools
 import json
 import os
 import pathlib
@@ -21,7 +25,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from specjax.drafters import dflash_files, eagle_files, medusa_files, mtp_files, parallel
+from specjax.drafters import dflash_files, eagle_files, medusa_files, mtp_files, parallel, recycling_files, shipped
 from specjax.drafters.dflash import DFlashConfig, dflash
 from specjax.drafters.dflash import abstract_params as dflash_params
 from specjax.drafters.eagle import EagleConfig, eagle
@@ -31,15 +35,19 @@ from specjax.drafters.medusa import abstract_params as medusa_params
 from specjax.drafters.model import model
 from specjax.drafters.mtp import MTPConfig, mtp
 from specjax.drafters.mtp import abstract_params as mtp_params
+from specjax.drafters.recycling_files import RecyclingConfig
 from specjax.models import orbax
 from specjax.models.config import LlamaConfig, RopeScaling
 from specjax.models.huggingface import read_json
+from specjax.models.identity import fingerprint
 from specjax.models.language_model import LanguageModel, checked
 from specjax.models.llama_params import weight_dtype
 from specjax.static import show, whole
 from specjax.types import Drafter, PyTree
 
 MANIFEST = "specjax_drafter.json"
+MADE_FOR = "specjax_target.json"
+INSIDE = "drafter"  # a training run keeps its drafter here
 FORMATS = ("speculators", "orbax")
 
 
@@ -76,16 +84,18 @@ KINDS: dict[str, Kind] = {
 
 def load_drafter(
     path: str | pathlib.Path, target: LanguageModel, *, dtype: Any = "float32",
-    feature_layers: tuple[int, ...] | None = None, **options: Any,
+    feature_layers: tuple[int, ...] | None = None, any_target: bool = False, **options: Any,
 ) -> Drafter:  # fmt: skip
-    """A drafter from a directory with a trained head, or with a draft model that `specjax.models.save` wrote; see the
-    module's docstring for what is recognised.
+    """A drafter from a directory with a trained head, looked-up laws, or a draft model that `specjax.models.save`
+    wrote; see the module's docstring for what is recognised.
 
     Args:
-      path: the directory.
+      path: the directory; that of a training run, ``scripts/distill_draft.py --out``; or the name of a model that
+        specjax has a drafter for, e.g. "smollm2-135m-instruct".
       target: the model it drafts for, as `specjax.load` returns it.
       dtype: of the head's weights, "float32" or "bfloat16".
       feature_layers: for EAGLE-3 and MTP files that do not say which layers of the target they read.
+      any_target: also take what was made for another target; the text stays exact, the drafts may be useless.
       options: go to the factory: `num_draft_tokens`, `tree`, `coupled`, `max_length`, ..
 
     Raises:
@@ -93,12 +103,15 @@ def load_drafter(
       ValueError: a layout that is not recognised; anything in the files that is not understood; a head that does not
         fit the target.
     """
-    target = checked("target", target)
-    if isinstance(path, (str, os.PathLike)) and (pathlib.Path(path).expanduser() / orbax.MANIFEST).exists():
+    target, path = checked("target", target), _located(path)
+    if not any_target:
+        _check_target(path, target)
+    if recycling_files.recognises(path) or (path / orbax.MANIFEST).exists():
         if feature_layers is not None:
-            raise ValueError(f"feature_layers={show(feature_layers)}: {path} is a whole model, which reads none")
-        draft = orbax.load(pathlib.Path(path).expanduser(), dtype=jnp.dtype(weight_dtype(dtype)).name)
-        return model(draft, target, **options)
+            raise ValueError(f"feature_layers={show(feature_layers)}: {path} holds no head, it reads none")
+        if recycling_files.recognises(path):
+            return recycling_files.load(path, target, **options)
+        return model(orbax.load(path, dtype=jnp.dtype(weight_dtype(dtype)).name), target, **options)
     config, params = read(path, target=target, dtype=dtype, feature_layers=feature_layers)
     return _kind_of(config).build(config, _shared(params, target), target, **options)
 
@@ -117,11 +130,9 @@ def read(
     Raises:
       FileNotFoundError, ValueError: as `load_drafter`, but for the fit.
     """
-    if not isinstance(path, (str, os.PathLike)):
-        raise ValueError(f"path={show(path)}: give the directory of a trained head")
-    path, dtype = pathlib.Path(path).expanduser(), weight_dtype(dtype)
-    if not path.is_dir():
-        raise FileNotFoundError(f"{path} is no directory: give the directory of a trained head, with a config.json")
+    path, dtype = _located(path), weight_dtype(dtype)
+    if recycling_files.recognises(path):
+        raise ValueError(f"{path} holds looked-up laws and no head: load_drafter makes the drafter")
     if feature_layers is not None:
         if not isinstance(feature_layers, (tuple, list)):
             raise ValueError(f"feature_layers={show(feature_layers)}: give a tuple of layers of the target, or None")
@@ -148,19 +159,54 @@ def read(
     )
 
 
+def _located(path: Any) -> pathlib.Path:
+    """The directory that a path or the name of a model means.
+
+    Raises:
+      ValueError, FileNotFoundError: no path; nothing there.
+    """
+    if not isinstance(path, (str, os.PathLike)) or not os.fspath(path):
+        raise ValueError(f"path={show(path)}: give the directory of a trained head, or the name of a model")
+    found = pathlib.Path(path).expanduser()
+    if found.is_dir():
+        return found / INSIDE if (found / INSIDE).is_dir() else found
+    own = shipped.directory(os.fspath(path))
+    if own is not None:
+        return own
+    named = ", ".join(shipped.names()) or "none"
+    raise FileNotFoundError(
+        f"{path} is no directory: give the directory of a trained head, with a config.json, or the name of a model "
+        f"that a drafter comes with ({named})"
+    )
+
+
+def _check_target(path: pathlib.Path, target: LanguageModel) -> None:
+    """Refuses what says that it was made for another target."""
+    if not (path / MADE_FOR).exists():
+        return
+    said, own = read_json(path / MADE_FOR), fingerprint(target)
+    if said.get("fingerprint") not in (None, "", own):
+        raise ValueError(
+            f"{path} was made for {said.get('name') or 'another target'} with fingerprint "
+            f"{str(said['fingerprint'])[:12]}.., and this target's is {own[:12]}..: train one for this target "
+            "(scripts/distill_draft.py), or pass any_target=True: exact all the same, perhaps slow"
+        )
+
+
 def save_drafter(
     path: str | pathlib.Path, config: Any, params: PyTree, *, format: str = "speculators", target: str = "",
-    overwrite: bool = False,
+    made_for: LanguageModel | None = None, overwrite: bool = False,
 ) -> None:  # fmt: skip
-    """Writes a head so that `read` gives it back bit for bit.
+    """Writes a drafter so that it is read back bit for bit.
 
     The directory appears whole or not at all: everything is written next to it and renamed at the end.
 
     Args:
       path: the directory to make.
-      config, params: the head, as its factory takes it.
-      format: "speculators", the published layout (Medusa has its own), or "orbax".
+      config, params: the head, as its factory takes it; or `RecyclingConfig` and `Tables`.
+      format: "speculators", the published layout (Medusa has its own), or "orbax". Tables have their own.
       target: name or path of the target, for the record.
+      made_for: the target; `load_drafter` refuses to use the drafter with another one.
       overwrite: replace what is there.
 
     Raises:
@@ -174,25 +220,36 @@ def save_drafter(
         raise ValueError(f"format={show(format)}: choose one of {', '.join(map(repr, FORMATS))}")
     if not isinstance(target, (str, os.PathLike)):
         raise ValueError(f"target={show(target)}: give the name or path of the target, for the record")
-    kind, target = _kind_of(config), str(target)
-    every = kind.abstract(config)
-    what = kind.config.__name__.removesuffix("Config")
-    weights = parallel.named(what, params)
-    own = {name: leaf for name, leaf in every.items() if name in weights or name not in _borrowed(config)}
-    parallel.check_params(what, weights, own)
-    path = pathlib.Path(path).expanduser().absolute()
+    target, path = str(target), pathlib.Path(path).expanduser().absolute()
+    if isinstance(config, RecyclingConfig):
+        write = functools.partial(recycling_files.write, config=config, tables=params)
+    else:
+        write = _writer(config, params, format, target)
     if os.path.lexists(path) and not overwrite:
         raise FileExistsError(f"{path} exists; pass overwrite=True to replace it")
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as scratch:
         folder = pathlib.Path(scratch) / "new"
-        if format == "orbax":
-            _save(folder, config, params, target)
-        else:
-            kind.write(folder, config, params, target=target)
+        write(folder)
+        if made_for is not None:
+            facts = {"name": target, "fingerprint": fingerprint(checked("made_for", made_for))}
+            (folder / MADE_FOR).write_text(json.dumps(facts, indent=1), encoding="utf-8")
         if path.exists():
             os.replace(path, pathlib.Path(scratch) / "old")  # deleted with the scratch directory
         os.replace(folder, path)
+
+
+def _writer(config: Any, params: PyTree, format: str, target: str) -> Callable[[pathlib.Path], None]:
+    """What writes a head, checked, into a directory that is not there yet."""
+    kind = _kind_of(config)
+    every = kind.abstract(config)
+    what = kind.config.__name__.removesuffix("Config")
+    weights = parallel.named(what, params)
+    own = {name: leaf for name, leaf in every.items() if name in weights or name not in _borrowed(config)}
+    parallel.check_params(what, weights, own)
+    if format == "orbax":
+        return functools.partial(_save, config=config, params=params, target=target)
+    return functools.partial(kind.write, config=config, params=params, target=target)
 
 
 def _kind_of(config: Any) -> Kind:
