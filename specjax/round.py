@@ -95,7 +95,7 @@ def prefill(
         count = jnp.clip(text.prompt_lengths - start, 0, chunk)
         real = jnp.arange(chunk)[None] < count[:, None]
         begins = jnp.full(batch, start, jnp.int32)
-        window = _window(drafter, tokens, None, real, begins, out.logits)
+        window = _window(drafter, tokens, None, real, begins, out.logits) if drafter.prompt_window else None
         committed = Committed(tokens, features, count, begins, window)
         state = drafter.observe(drafter.params, state, committed)
         return out.cache._replace(lengths=lengths), state, out.features[:, -1:]

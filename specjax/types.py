@@ -140,6 +140,7 @@ class Drafter(NamedTuple):
     widths: tuple[int, ...] = ()  # numbers of nodes below N worth a window of their own, for drafters that often
     #   propose less: a round uses the narrowest window that holds every valid node
     window_top: int = 0  # M: candidates per row in `Committed.window`; 0: no window is wanted
+    prompt_window: bool = True  # the rows of the prompt too, which costs the target's head over all of them
     vocab_size: int | None = None  # vocabulary of the target it was made for; None: any
     host: Callable[[], Callable[[list[list[int] | None]], PyTree]] | None = None  # for sources that need Python: called
     #   once per generation, gives a function from the rows' token ids (None: finished) to the drafter's state, which

@@ -63,6 +63,7 @@ def cascade(*parts: Drafter, merged: bool = False) -> Drafter:
         context_length=min((part.context_length for part in parts if part.context_length is not None), default=None),
         widths=_widths(parts, merged),
         window_top=max(part.window_top for part in parts),
+        prompt_window=any(part.window_top and part.prompt_window for part in parts),
         vocab_size=_vocab_size(parts),
     )
 
@@ -94,7 +95,8 @@ def _init(parts: tuple[Drafter, ...], params: PyTree, batch: int, capacity: int)
 
 
 def _observe(parts: tuple[Drafter, ...], params: PyTree, state: PyTree, committed: Committed) -> PyTree:
-    """Each part sees the features and candidates it asked for, as if it were alone."""
+    """Each part sees the features and candidates it asked for, as if it were alone; only the candidates of the prompt
+    come to all that take any, if one asked for them."""
     layers = sum(len(part.feature_layers) for part in parts)
     size = committed.features.shape[-1] // max(layers, 1)
     states, start = [], 0

@@ -78,6 +78,7 @@ def lookahead(
         draft=bind(_draft, settings),
         num_draft_tokens=settings.judged + settings.levels * settings.width,
         window_top=1,
+        prompt_window=False,  # guesses begin with the first round
     )
 
 

@@ -40,7 +40,7 @@ class Settings(NamedTuple):
 
 def recycling(
     vocab_size: int | LanguageModel, num_draft_tokens: int = 7, tables: Tables | None = None, *, candidates: int = 4,
-    copy_weights: Sequence[float] = (0.0, 0.0, 0.3, 0.7, 0.7),
+    copy_weights: Sequence[float] = (0.0, 0.0, 0.3, 0.7, 0.7), read_prompts: bool | None = None,
 ) -> Drafter:
     """Grows a tree of the likeliest continuations under laws the target was seen to have.
 
@@ -56,6 +56,8 @@ def recycling(
       candidates: next tokens kept per context.
       copy_weights: weight of the copied token by the number of tokens that matched, 0 .. 4; the looked-up law gets
         the rest. All 0: nothing is copied.
+      read_prompts: learn what the target would have said after every token of the prompt, for which its head has to
+        run over the whole prompt. None: only without tables, which make up for nearly all of it.
 
     Raises:
       ValueError: settings out of range, or tables of another vocabulary.
@@ -82,6 +84,8 @@ def recycling(
     if tables is not None:
         check_table("tables", 1, tables.unigram, vocab_size)
         check_table("tables", 2, tables.bigram, vocab_size)
+    if read_prompts not in (None, True, False):
+        raise ValueError(f"read_prompts={show(read_prompts)}: give True, False, or None for the default")
     settings = Settings(vocab_size, candidates, weights)
     return Drafter(
         params=() if tables is None else (jnp.asarray(tables.unigram), jnp.asarray(tables.bigram)),
@@ -90,6 +94,7 @@ def recycling(
         draft=bind(_draft, settings),
         num_draft_tokens=num_draft_tokens,
         window_top=candidates,
+        prompt_window=tables is None if read_prompts is None else bool(read_prompts),
         vocab_size=vocab_size,
     )
 
