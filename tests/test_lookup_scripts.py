@@ -77,6 +77,24 @@ def test_the_table_says_what_was_measured_and_where(scripts, capsys):
     assert "smollm2-135m-instruct" in printed[1] and "batch 10" in printed[1] and "jax" in printed[1]
 
 
+@pytest.mark.full
+def test_sources_are_measured_side_by_side(scripts, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("specjax.load", lambda name, dtype: target())
+    monkeypatch.setattr("jax.config.update", lambda *_: None)  # the cache of compiled programs stays where it is
+    (tmp_path / "p.jsonl").write_text('{"prompt": "ab c", "category": "x"}\n{"prompt": "c ab", "category": "y"}\n')
+    line = f"bench_drafters.py {tmp_path / 'p.jsonl'} --sources ngram suffix --num-draft-tokens 3 --wall --repeats 1"
+    monkeypatch.setattr(sys, "argv", [*line.split(), "--max-new-tokens", "8", "--batch", "1"])
+    scripts[1].main()
+    printed = capsys.readouterr()
+    head, rule, *rows = printed.out.splitlines()[-4:]
+    assert head.startswith("| drafter | T | x | y | tau, macro |") and head.endswith(
+        "| plain float32 tok/s | plain bfloat16 tok/s | speculative tok/s | ratio |"
+    )
+    assert [row.split(" | ")[0] for row in rows] == ["| ngram N=3", "| suffix N=3"]
+    assert head.count("|") == rule.count("|") == rows[0].count("|")
+    assert printed.err.count("tau") == 2 and "part from" not in printed.err
+
+
 def test_a_broken_line_of_prompts_ends_the_program_in_one_line(scripts, tmp_path, monkeypatch):
     (tmp_path / "p.jsonl").write_text('{"text": "a"}')
     monkeypatch.setattr(sys, "argv", ["bench_drafters.py", str(tmp_path / "p.jsonl")])
