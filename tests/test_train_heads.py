@@ -39,6 +39,7 @@ CONFIGS = {
     ),
 }
 QUICK = ("medusa, shared", "eagle 3", "mtp, three modules", "dflash, confidence")
+SLOW = ("medusa", "eagle 1", "mtp, one module", "dflash, markov")  # packed, in the full run only
 CUT = 0.3  # drafts end where the confidence head gives less
 PROMPTS = [[i % V, (5 * i + 3) % V, *[7] * (i % 4)] for i in range(8)]
 
@@ -115,12 +116,6 @@ def in_rows(rows):
     return tokens, documents
 
 
-def some(*quick):
-    """All heads, of which only these in the quick run."""
-    slow = [pytest.param(name, marks=pytest.mark.full) for name in CONFIGS if name not in quick]
-    return pytest.mark.parametrize("name", [*quick, *slow])
-
-
 def assert_drafted(name: str, rounds: int, packed: bool):
     """Place ``pending + d`` of a text says what was drafted d tokens behind the pending one."""
     config, params, texts, lengths, proposal = drafted_texts(name, rounds)
@@ -141,7 +136,7 @@ def assert_drafted(name: str, rounds: int, packed: bool):
     assert np.median(np.abs(probs[0, :, 2:6] - probs[0, :, 1:5]).max(-1)) > 1e-2
 
 
-@some("eagle 3", "dflash, confidence")
+@pytest.mark.parametrize("name", ["eagle 3", "dflash, confidence"])
 def test_laws_taught_are_the_laws_drafted(name):
     """Cases 103, 127, 138: pairing, positions and sight of the training pass are those of decoding."""
     assert_drafted(name, rounds=0, packed=True)
@@ -154,7 +149,7 @@ def test_laws_taught_are_the_laws_drafted_after_rejections(name):
     assert_drafted(name, rounds=2, packed=False)
 
 
-@some(*QUICK)
+@pytest.mark.parametrize("name", [*QUICK, *(pytest.param(name, marks=pytest.mark.full) for name in SLOW)])
 def test_texts_packed_into_a_row_say_what_they_say_alone(name):
     """Wherever a text lies in its row; pairs across texts are not valid."""
     config, params = random_head(name)
@@ -219,7 +214,8 @@ def test_one_text_a_row_is_a_packing_of_one():
 # --- bfloat16
 
 
-@some()
+@pytest.mark.full
+@pytest.mark.parametrize("name", QUICK)
 def test_gradients_flow_through_bfloat16_weights(name):
     """Keys and values are no bits: what they are made with learns as it does in float32."""
     config, params = random_head(name)

@@ -138,6 +138,7 @@ def laws(
     Raises:
       ValueError: no configuration of a head; a depth it does not have.
     """
+    tokens = jnp.asarray(tokens)
     weights, lay = jax.lax.stop_gradient(weights), layout(tokens, documents)
     depth = depth_of(config, depth)
     if isinstance(config, MedusaConfig):
