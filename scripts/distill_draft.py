@@ -1,22 +1,24 @@
-"""Train a draft head for a target and see what it is worth: tau and acceptance in real decoding, before and after.
+"""From a target to a drafter that makes it faster.
 
-    python scripts/distill_draft.py --student eagle --data own.npz --steps 300 --out heads/eagle
-    python scripts/distill_draft.py --student medusa --data own.npz
+    python scripts/distill_draft.py --student tables --tokens 1M --out runs/tables
+    python scripts/distill_draft.py --student eagle3 --corpus runs/tables/corpus --out runs/eagle
+    python scripts/distill_draft.py --config run.yaml
 
-From top to bottom: the target writes text of its own (once: --data keeps it), a head that starts from the target's
-weights learns the target's laws on it, the head is saved, and held-out prompts are decoded with the untrained and the
-trained head. Needs the extra `train`: pip install 'specjax[train]'.
+From top to bottom: the target writes text of its own, with its laws; a student learns from it; the drafter is saved;
+held-out prompts are decoded plainly and with it, by turns. What is stopped goes on when the same command is given
+again. `specjax.load_drafter(DIR, target)` and `scripts/generate.py --drafter DIR` take the result as it is. Needs the
+extra `train`: pip install 'specjax[train]'.
 """
 
 import json
+import math
 import sys
 import time
+from typing import Any, NamedTuple
 
 import jax
-import numpy as np
-from distill_options import HELD_OUT, parse
-
-WAIT = "\u241e"  # stands for the user's words while the chat template is taken apart
+import jax.numpy as jnp
+from distill_options import HEADS, HELD_OUT, parse
 
 
 def main() -> None:
@@ -24,7 +26,7 @@ def main() -> None:
     try:
         work(args)
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
+        print("\ninterrupted; the same command goes on from here", file=sys.stderr)
         sys.exit(130)
     except (ValueError, OSError) as error:
         sys.exit(f"{type(error).__name__}: {error}")
@@ -33,172 +35,302 @@ def main() -> None:
 def work(args) -> None:
     import specjax
     from specjax.models.fetch import cache_dir
-    from specjax.train import Optimiser, config_for, fit, head_loss, params_for, texts
+    from specjax.train.data import read_corpus
 
     progress_bar()  # is it installed? Better now than after an hour.
     jax.config.update("jax_compilation_cache_dir", str(cache_dir() / "jax"))
-    target = specjax.load(args.target)
-
-    # Text: the target's own is what it will be asked to continue, so the head learns from that.
-    data, prompts = hold_out(read(args, target), target)
-    every = texts.windows(data, args.window)
-    learnt = int(every.counts.sum())
-    say(f"{len(data.lengths)} texts, {every.tokens.shape[0]} windows of {args.window}, {learnt} tokens to learn; "
-        f"{args.steps} steps read {args.steps * args.batch / every.tokens.shape[0]:.1f} times the text")  # fmt: skip
-
-    # A head that begins with what the target knows.
-    config = config_for(
-        args.student, target, draft_vocab_size=args.draft_vocab, num_draft_tokens=args.num_draft_tokens
-    )
-    ids = texts.frequent(data, args.draft_vocab, target.model.vocab_size) if args.draft_vocab else None
-    untrained = params_for(config, target, ids=ids, seed=args.seed)
-
-    # Training.
-    loss = head_loss(config, target, depth=args.depth, anchors=args.anchors if args.student == "dflash" else 0)
-    settings = Optimiser(steps=args.steps, learning_rate=args.learning_rate)
-    bar, began = progress_bar()(total=args.steps, unit="step", desc=args.student), time.perf_counter()
-
-    def progress(number, metrics):
-        bar.update()
-        bar.set_postfix({name: f"{metrics[name]:.3f}" for name in ("loss", "alpha")})
-
-    trained, history = fit(
-        loss, untrained, texts.batches(every, args.batch, args.seed), settings, given=target.params, seed=args.seed,
-        progress=progress,
-    )  # fmt: skip
-    bar.close()
-    seconds = time.perf_counter() - began
-    if args.out:
-        save_head(args, config, trained)
-
-    # What it is worth.
-    results = compare(args, target, prompts, config, {"untrained": untrained, "trained": trained})
-    ends = {name: [float(column[:10].mean()), float(column[-10:].mean())] for name, column in history.items()}
-    say(f"\n{args.student}, {args.steps} steps of {args.batch} x {args.window} tokens in {seconds:.0f} s; "
-        + ", ".join(f"{name} {first:.3f} -> {last:.3f}" for name, (first, last) in ends.items()))  # fmt: skip
-    say(table(results))
-    if args.json:
-        settings = {name: str(value) if hasattr(value, "parts") else value for name, value in vars(args).items()}
-        facts = {"settings": settings, "tokens": learnt, "seconds": seconds, "history": ends, "results": results}
-        args.json.write_text(json.dumps(facts, indent=1), encoding="utf-8")
-
-
-def progress_bar():
-    try:
-        from tqdm import tqdm
-    except ImportError:
-        raise ValueError("tqdm is missing: pip install 'specjax[train]'") from None
-    return tqdm
+    target = specjax.load(args.target, dtype=args.dtype)
+    more = [read_corpus(path) for path in args.more_corpora]
+    if args.dry_run:
+        say(plan(args, target, more))
+        return
+    corpora = [write(args, target), *more]
+    if args.student == "tables":
+        save_tables(args, target, corpora)
+    else:
+        train(args, target, corpora)
+    worth(args, target, corpora)
 
 
 def say(text: str) -> None:
     print(text, flush=True)
 
 
+def progress_bar() -> None:
+    try:
+        import tqdm  # noqa: F401
+    except ImportError:
+        raise ValueError("tqdm is missing: pip install 'specjax[train]'") from None
+
+
 # --- text
 
 
-def read(args, target):
-    """The text to learn from: a text file, a file of tokens, or what the target writes now."""
-    from specjax.train import texts
+def source(args):
+    from specjax.train import sources
 
-    if args.text:
-        if target.tokenizer is None:
-            raise ValueError("this target has no tokenizer: give token ids with --data")
-        return texts.join([target.tokenizer.encode(args.text.read_text(encoding="utf-8"))])
-    if args.data and args.data.exists():
-        return texts.load(args.data)
-    began = time.perf_counter()
-    made = write(args, target)
-    say(f"the target wrote {int((made.lengths - made.starts).sum())} tokens in {time.perf_counter() - began:.0f} s")
-    if args.data:
-        texts.save(args.data, made)
-    return made
-
-
-def hold_out(data, target):
-    """Texts to learn from, and prompts that are not in them: without a tokenizer, how the last texts begin."""
-    if target.tokenizer is not None:
-        return data, HELD_OUT
-    count = len(HELD_OUT)
-    if len(data.lengths) <= count:
-        raise ValueError(f"{len(data.lengths)} texts: {count} are held out as prompts, give more")
-    ends = zip(data.offsets[-count:], data.lengths[-count:])
-    prompts = [data.tokens[offset : offset + max(1, length // 2)].tolist() for offset, length in ends]
-    return data._replace(**{name: getattr(data, name)[:-count] for name in ("offsets", "lengths", "starts")}), prompts
+    if args.prompts:
+        return sources.Prompts(str(args.prompts))
+    return sources.Text(str(args.text)) if args.text else sources.SelfSynthesis()
 
 
 def write(args, target):
-    """Conversations of the target with itself: it completes the user's turn, then answers."""
-    import specjax
-    from specjax.models import chat
-    from specjax.train import texts
+    """The target's text with its laws, as far as it is not there yet."""
+    from specjax.train.data import write_corpus
 
-    if target.tokenizer is None or target.chat_template is None:
-        raise ValueError("this target has no chat template to write conversations with: give --text or --data")
-    words = target.tokenizer
-    begin = {"bos_token": words.bos_token, "eos_token": words.eos_token}
-    before, after = chat.render(target.chat_template, WAIT, **begin).split(WAIT)
-    before, after = (words.encode(part, add_special_tokens=False) for part in (before, after))
-    ends = set(target.eos_ids)
-    pairs, size = [], 64
-    bar = progress_bar()(total=args.conversations, unit="text", desc="writing")
-    for first in range(0, args.conversations, size):
-        count, seed = min(size, args.conversations - first), args.seed + 2 * first
-        users = specjax.generate(
-            target, [before] * count, max_new_tokens=args.user_tokens, temperature=1.0, seed=seed
-        ).tokens
-        users = [[token for token in user if token not in ends] for user in users]
-        turns = [args.answer_temperature[i % len(args.answer_temperature)] for i in range(count)]
-        prompts = [before + user + after for user in users]
-        answers = specjax.generate(
-            target, prompts, max_new_tokens=args.answer_tokens, temperature=turns, seed=seed + size
-        ).tokens
-        pairs += [prompt + answer for prompt, answer in zip(prompts, answers)]
-        bar.update(count)
-    bar.close()
-    return texts.join(pairs, [len(before)] * len(pairs))
+    began = time.perf_counter()
+    corpus = write_corpus(
+        target, args.corpus, tokens=args.tokens, source=source(args), seed=args.seed, batch=args.rows, slots=args.slots
+    )
+    say(f"text: {corpus.shards} shards in {args.corpus} ({time.perf_counter() - began:.0f} s now)")
+    return corpus
 
 
-# --- the head
+# --- students
 
 
-def save_head(args, config, params) -> None:
+def save_tables(args, target, corpora) -> None:
+    from specjax.drafters import RecyclingConfig
     from specjax.drafters.checkpoint import save_drafter
+    from specjax.train import tables
 
-    save_drafter(args.out, config, params, target=args.target, overwrite=args.overwrite)
-    say(f"saved to {args.out}")
+    made = tables.build_tables(*corpora, candidates=args.candidates, megabytes=args.megabytes)
+    say(f"tables: {tables.report(made)}")
+    config = RecyclingConfig(num_draft_tokens=args.num_draft_tokens, candidates=args.candidates)
+    save_drafter(args.out / "drafter", config, made, target=args.target, made_for=target, overwrite=True)
 
 
-def compare(args, target, prompts, config, weights) -> list[dict]:
-    """Decodes the held-out prompts with every head, greedily and at temperature 1."""
-    import specjax
+class Student(NamedTuple):
+    """What is trained."""
+
+    config: Any  # of a head, or the draft model
+    params: Any  # to start from
+    loss: Any
+
+
+def student(args, target, corpora) -> Student:
+    from specjax.train import draft_lm, packing, students
+    from specjax.train.initial import config_for, params_for
+
+    if args.student == "draft-lm":
+        draft = draft_lm.prune(target, args.layers)
+        draft = draft._replace(params=jax.tree.map(lambda x: x.astype(jnp.float32), draft.params))
+        return Student(draft, draft.params, students.draft_lm_loss(draft, target, loss=args.loss))
+    config = config_for(
+        HEADS[args.student], target, draft_vocab_size=args.draft_vocab, num_draft_tokens=args.num_draft_tokens
+    )
+    ids = None
+    if args.draft_vocab:
+        ids = packing.vocabulary(packing.texts_of(*corpora), args.draft_vocab, target.model.vocab_size)
+    params = params_for(config, target, ids=ids, seed=args.seed, own_head=not args.target_head)
+    loss = students.head_loss(
+        config, target, loss=args.loss, depth=args.depth, decay=args.decay,
+        anchors=args.anchors if args.student == "dflash" else 0,
+    )  # fmt: skip
+    return Student(config, params, loss)
+
+
+def settings(args, steps: int):
+    from specjax.train.settings import Settings
+
+    return Settings(
+        steps=steps, learning_rate=args.learning_rate, schedule=args.schedule, weight_decay=args.weight_decay,
+        accumulate=args.accumulate, ema=args.ema, dtype=args.compute, remat=args.remat, seed=args.seed,
+        log_every=args.log_every, eval_every=args.eval_every, save_every=args.save_every,
+    )  # fmt: skip
+
+
+def train(args, target, corpora) -> None:
+    from specjax.models.identity import fingerprint
+    from specjax.train import draft_lm, mesh, packing
+    from specjax.train.trainer import fit
+
+    packed = packing.pack(packing.texts_of(*corpora), args.width)
+    say(f"rows: {packed.report()}")
+    batches = packing.batches(packed, args.batch, args.seed)
+    steps = args.steps or max(1, math.ceil(args.epochs * batches.steps_per_epoch))
+    made, devices, given = student(args, target, corpora), None, target.params
+    if args.mesh:
+        devices = mesh.make_mesh(*map(int, args.mesh.split(",")))
+        given = mesh.place_target(devices, target.params)
+    say(f"{args.student}: {size(made.params):,} weights, {steps} steps of {args.batch} x {args.width} tokens")
+    rewrite = None
+    if args.on_policy:
+        rewrite = draft_lm.on_policy(made.config, every=args.on_policy, seed=args.seed)
+    fitted = fit(
+        made.loss, made.params, batches.at, settings(args, steps), given=given, directory=args.out / "training",
+        identity={"target": fingerprint(target), "student": repr(named(made.config)), "texts": packed.texts,
+                  "loss": [args.loss, args.depth, args.decay, args.anchors], "on_policy": args.on_policy},
+        mesh=devices, rewrite=rewrite, evaluate=judge(args, target, corpora, made), tensorboard=args.tensorboard,
+    )  # fmt: skip
+    save_student(args, target, made, fitted.ema or fitted.params)
+    draw(args)
+
+
+def named(config: Any) -> Any:
+    """A draft model by its configuration."""
+    return getattr(config, "config", config)
+
+
+def drafter_of(args, target, made: Student, params):
+    from specjax import drafters
     from specjax.train import heads
 
-    rows = []
-    for temperature in (0.0, 1.0):
-        for name, params in weights.items():
-            drafter = heads.drafter(config, params, target, num_draft_tokens=args.num_draft_tokens)
-            stats = specjax.generate(
-                target, prompts, drafter=drafter, chat=target.chat_template is not None, temperature=temperature,
-                max_new_tokens=args.max_new_tokens, seed=args.seed,
-            ).stats  # fmt: skip
-            rows.append({
-                "head": name, "temperature": temperature, "tau": stats.tau, "alpha": stats.alpha,
-                "acceptance_rate": stats.acceptance_rate, "per_position": stats.per_position, "emitted": stats.emitted,
-            })  # fmt: skip
-    return rows
+    if args.student == "draft-lm":
+        return drafters.model(made.config._replace(params=params), target, args.num_draft_tokens)
+    number = {} if args.student == "medusa" else {"num_draft_tokens": args.num_draft_tokens}
+    return heads.drafter(made.config, params, target, **number)
 
 
-def table(rows: list[dict]) -> str:
-    lines = ["temperature  head          tau  accepted/judged  accepted/proposed  per position"]
-    for row in rows:
-        depths = " ".join("-" if value is None else f"{value:.2f}" for value in row["per_position"])
-        alpha, rate = (np.nan if row[key] is None else row[key] for key in ("alpha", "acceptance_rate"))
-        lines.append(
-            f"{row['temperature']:11.1f}  {row['head']:10}  {row['tau']:5.2f}  {alpha:15.2f}  {rate:17.2f}  {depths}"
-        )
+def judge(args, target, corpora, made: Student):
+    """tau and alpha on held-out prompts by decoding, for `fit`."""
+    from specjax.train.evaluate import evaluate
+
+    prompts = held_out(args, target, corpora)
+
+    def measure(step, params):
+        found = evaluate(
+            target, drafter_of(args, target, made, params), prompts, max_new_tokens=args.max_new_tokens,
+            temperatures=(0.0, 1.0), seed=args.seed,
+        )  # fmt: skip
+        return [row._asdict() for row in found]
+
+    return measure
+
+
+def save_student(args, target, made: Student, params) -> None:
+    from specjax.drafters.checkpoint import save_drafter
+    from specjax.models import save
+
+    if args.student == "draft-lm":
+        save(args.out / "drafter", made.config._replace(params=params), overwrite=True)
+        return
+    own = "orbax" if args.student == "eagle1" else "speculators"
+    save_drafter(
+        args.out / "drafter", made.config, params, format=own, target=args.target, made_for=target, overwrite=True
+    )
+
+
+def draw(args) -> None:
+    from specjax.train.report import report
+
+    try:
+        say(f"picture: {report(args.out / 'training', args.out / 'train_report.png')}")
+    except ValueError as error:
+        say(f"no picture: {error}")
+
+
+# --- what it is worth
+
+
+def held_out(args, target, corpora):
+    """Prompts that nothing was trained on: of a file, built in, or, without a tokenizer, how held-out texts begin."""
+    from specjax.train.evaluate import Prompt, read_prompts
+    from specjax.train.packing import texts_of
+
+    if args.eval_prompts:
+        return read_prompts(args.eval_prompts)
+    if target.tokenizer is not None:
+        return [Prompt(text) for text in HELD_OUT]
+    every = list(texts_of(*corpora, held_out=True))[: len(HELD_OUT)]
+    if not every:
+        raise ValueError("no text is held out (every 50th is) and there is no tokenizer: give --eval-prompts")
+    return [Prompt([int(token) for token in text.tokens[: max(1, len(text.tokens) // 2)]]) for text in every]
+
+
+def worth(args, target, corpora) -> None:
+    """Plain and speculative decoding by turns, with the drafter as it lies on disk."""
+    import specjax
+    from specjax.train.evaluate import evaluate, table
+
+    drafter = specjax.load_drafter(args.out, target)
+    plain = {f"plain {args.dtype}": target}
+    if args.repeats:
+        other = "float32" if args.dtype == "bfloat16" else "bfloat16"
+        plain[f"plain {other}"] = specjax.load(args.target, dtype=other)
+    rows = evaluate(
+        target, drafter, held_out(args, target, corpora), max_new_tokens=args.max_new_tokens,
+        temperatures=(0.0, 1.0), repeats=args.repeats, plain=plain, seed=args.seed, progress=progress,
+    )  # fmt: skip
+    progress("")
+    say(table({args.student: rows}))
+    greedy = rows[0]
+    if greedy.rates is not None and greedy.ratio is not None:
+        best = max(rate for name, rate in greedy.rates.items() if name != "speculative")
+        say(f"greedy: plain {best:.1f} tok/s, with this drafter {greedy.rates['speculative']:.1f}: {greedy.ratio:.2f}x")
+    say(f"drafter: {args.out / 'drafter'}  (specjax.load_drafter({str(args.out)!r}, target))")
+    facts = {"options": {k: str(v) for k, v in vars(args).items()}, "results": [row._asdict() for row in rows]}
+    (args.out / "results.json").write_text(json.dumps(facts, indent=1), encoding="utf-8")
+
+
+def progress(text: str) -> None:
+    if sys.stderr.isatty():
+        print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
+
+
+# --- before anything is done
+
+
+def size(params) -> int:
+    return sum(int(leaf.size) for leaf in jax.tree.leaves(params))
+
+
+def rate() -> float:
+    """Floating-point operations per second of this machine's matrix product, measured."""
+    n = 2048
+    x = jnp.ones((n, n), jnp.bfloat16)
+    product = jax.jit(lambda a, b: jnp.matmul(a, b, preferred_element_type=jnp.float32))
+    product(x, x).block_until_ready()
+    began = time.perf_counter()
+    product(x, x).block_until_ready()
+    return 2 * n**3 / (time.perf_counter() - began)
+
+
+def plan(args, target, more) -> str:
+    """Sizes, steps, memory and time, without doing any of it."""
+    speed, weights = rate(), size(target.params)
+    have = sum(corpus.manifest.get("complete", {}).get("tokens", 0) for corpus in more)
+    lines = [
+        f"target: {args.target}, {weights:,} weights; bfloat16 products run at {speed / 1e9:.0f} GFLOP/s here",
+        f"text: {args.tokens:,} tokens from {type(source(args)).__name__} into {args.corpus}, at most "
+        f"{args.tokens * 34 / 1e6:.0f} MB, {clock(2 * weights * args.tokens / speed)} or more; "
+        f"{have:,} tokens of earlier runs",
+    ]  # fmt: skip
+    if args.student == "tables":
+        return "\n".join([*lines, f"tables: up to {args.megabytes:g} MB, {args.candidates} candidates per context"])
+    # Nothing is read for this: a vocabulary of the right size will do.
+    shapes = jax.eval_shape(lambda: sketch(args, target))
+    count, vocab = size(shapes), args.draft_vocab or target.model.vocab_size
+    steps = args.steps or max(1, math.ceil(args.epochs * (args.tokens + have) / (args.batch * args.width)))
+    tokens = args.batch * args.width
+    part = tokens // args.accumulate
+    needed = 16 * count + sum(leaf.nbytes for leaf in jax.tree.leaves(target.params))
+    needed += part * 4 * (2 * target.model.vocab_size + 3 * vocab)
+    work = 2 * weights * tokens + 6 * count * tokens * (args.depth or 3)
+    lines += [
+        f"{args.student}: {count:,} weights, {steps:,} steps of {args.batch} x {args.width} tokens",
+        f"memory: about {needed / 1e9:.1f} GB (weights, gradients, optimiser, logits of one part)",
+        f"training: {clock(steps * work / speed)} or more, at the speed of a large matrix product",
+    ]
     return "\n".join(lines)
+
+
+def sketch(args, target):
+    from specjax.train import draft_lm
+    from specjax.train.initial import config_for, params_for
+
+    if args.student == "draft-lm":
+        return draft_lm.prune(target, args.layers).params
+    config = config_for(
+        HEADS[args.student], target, draft_vocab_size=args.draft_vocab, num_draft_tokens=args.num_draft_tokens
+    )
+    return params_for(config, target, ids=jnp.arange(args.draft_vocab or 1), own_head=not args.target_head)
+
+
+def clock(seconds: float) -> str:
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
 
 
 if __name__ == "__main__":

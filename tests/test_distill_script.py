@@ -1,13 +1,18 @@
-"""scripts/distill_draft.py: what it refuses, and one run from text to a head on disk with a tiny target."""
+"""scripts/distill_draft.py: what it refuses, its file of options, runs from text to a drafter with a tiny target."""
 
 import importlib
 import json
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+import specjax
+from specjax.train import texts
+
 ROOT = Path(__file__).resolve().parent.parent
+TARGET = ROOT / "tests" / "data" / "tiny_models" / "llama3_rope_scaled"
 
 
 @pytest.fixture(scope="module")
@@ -22,17 +27,24 @@ def script():
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("", "--student"),
-        ("--student hydra", "invalid choice"),
-        ("--student eagle --steps 0", "--steps must be 1 or more, not 0"),
-        ("--student eagle --window 3", "--window must be 4 or more, not 3"),
-        ("--student eagle --depth 0", "--depth"),
-        ("--student eagle --learning-rate 0", "--learning-rate"),
-        ("--student eagle --answer-temperature 1 -1", "--answer-temperature"),
-        ("--student medusa --draft-vocab 100", "whole vocabulary"),
-        ("--student eagle --data x.npz --text y.txt", "exclude each other"),
-        ("--student eagle --text nowhere.txt", "no file nowhere.txt"),
-        ("--student eagle --out scripts", "--overwrite"),
+        ("--out x", "--student is missing"),
+        ("--student eagle3", "--out is missing"),
+        ("--student hydra --out x", "invalid choice"),
+        ("--student eagle3 --out x --tokens none", "is no number of tokens"),
+        ("--student eagle3 --out x --steps 0", "--steps must be 1 or more, not 0"),
+        ("--student eagle3 --out x --width 3", "--width must be 8 or more, not 3"),
+        ("--student eagle3 --out x --depth 0", "--depth must be 1 or more"),
+        ("--student eagle3 --out x --learning-rate 0", "--learning-rate"),
+        ("--student eagle3 --out x --batch 8 --accumulate 3", "--accumulate 3 does not divide --batch 8"),
+        ("--student medusa --out x --draft-vocab 100", "whole vocabulary"),
+        ("--student medusa --out x --target-head", "needs --student eagle3"),
+        ("--student medusa --out x --on-policy 2", "needs --student draft-lm"),
+        ("--student tables --out x --depth 2", "needs a head"),
+        ("--student tables --out x --mesh 8,1", "tables are not trained"),
+        ("--student eagle3 --out x --mesh 8", "two numbers"),
+        ("--student eagle3 --out x --text nowhere.txt", "no file nowhere.txt"),
+        ("--student eagle3 --out README.md", "is a file"),
+        ("--student eagle3 --out x --config nowhere.json", "no file nowhere.json"),
     ],
 )
 def test_the_parser_refuses(script, capsys, monkeypatch, line, words):
@@ -43,34 +55,94 @@ def test_the_parser_refuses(script, capsys, monkeypatch, line, words):
     assert words in capsys.readouterr().err.splitlines()[-1]
 
 
+@pytest.mark.parametrize("suffix", ["json", "yaml"])
+def test_a_file_holds_options_and_the_command_line_wins(script, tmp_path, suffix):
+    path = tmp_path / f"run.{suffix}"
+    if suffix == "json":
+        path.write_text(json.dumps({"student": "mtp", "tokens": "20k", "out": "x", "target-head": False, "batch": 4}))
+    else:
+        pytest.importorskip("yaml")
+        path.write_text("student: mtp\ntokens: 20k\nout: x\ntarget-head: false\nbatch: 4\n")
+    args = script.parse(["--config", str(path), "--batch", "6"])
+    assert (args.student, args.tokens, args.batch, str(args.corpus)) == ("mtp", 20_000, 6, "x/corpus")
+
+
+@pytest.mark.parametrize(
+    ("said", "words"),
+    [
+        ({"studnet": "mtp"}, "unknown option 'studnet'"),
+        ({"student": "hydra"}, "choose one of tables"),
+        ({"batch": "many"}, "batch='many'"),
+        ({"batch": True}, "must be one value"),
+        ({"remat": "yes"}, "must be true or false"),
+        ([1], "options by name"),
+    ],
+)
+def test_a_file_of_other_options_is_refused(script, tmp_path, capsys, said, words):
+    path = tmp_path / "run.json"
+    path.write_text(json.dumps(said))
+    with pytest.raises(SystemExit):
+        script.parse(["--config", str(path), "--out", "x"])
+    assert words in capsys.readouterr().err.splitlines()[-1]
+
+
 def test_a_missing_progress_bar_names_the_extra(script, monkeypatch):
     monkeypatch.setitem(sys.modules, "tqdm", None)
     with pytest.raises(ValueError, match=r"specjax\[train\]"):
         script.progress_bar()
 
 
-@pytest.mark.full
-def test_a_head_goes_from_text_to_disk_to_decoding(script, tmp_path, monkeypatch, capsys):
-    import numpy as np
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    """Forty texts of a tiny target's vocabulary: it has no tokenizer."""
+    path = tmp_path_factory.mktemp("text") / "own.npz"
+    size = specjax.load(TARGET).model.vocab_size
+    texts.save(path, texts.join(np.random.default_rng(0).integers(0, size, (60, 16)).tolist()))
+    return path
 
-    import specjax
-    from specjax.drafters.checkpoint import load_drafter
-    from specjax.train import texts
 
-    pytest.importorskip("tqdm")
-    folder = ROOT / "tests" / "data" / "tiny_models" / "llama3_rope_scaled"
-    target = specjax.load(folder)
-    rows = np.random.default_rng(0).integers(0, target.model.vocab_size, (12, 16)).tolist()
-    texts.save(tmp_path / "own.npz", texts.join(rows))
-    monkeypatch.setattr(script, "HELD_OUT", script.HELD_OUT[:2])  # how many texts are held out
-    line = f"--student eagle --target {folder} --data {tmp_path / 'own.npz'} --out {tmp_path / 'head'} --json "
-    line += f"{tmp_path / 'facts.json'} --steps 3 --batch 4 --window 16 --draft-vocab 40 --max-new-tokens 8 --depth 1"
+def run(script, monkeypatch, line):
     monkeypatch.setattr(sys, "argv", ["distill_draft.py", *line.split()])
     script.main()
+
+
+def small(text, out):
+    return (
+        f"--target {TARGET} --dtype float32 --text {text} --out {out} --rows 8 --slots 24 --tokens 900 --repeats 0 "
+        "--max-new-tokens 8 "
+    )
+
+
+def test_tables_go_from_text_to_a_drafter_and_the_same_command_goes_on(script, text, tmp_path, monkeypatch, capsys):
+    line = small(text, tmp_path / "run") + "--student tables --num-draft-tokens 3 --megabytes 1"
+    run(script, monkeypatch, line + " --dry-run")
+    assert "up to 1 MB" in capsys.readouterr().out and not (tmp_path / "run").exists()
+    run(script, monkeypatch, line)
+    drafter = specjax.load_drafter(tmp_path / "run", specjax.load(TARGET))
+    assert drafter.num_draft_tokens == 3
+    facts = json.loads((tmp_path / "run" / "results.json").read_text())
+    assert [row["temperature"] for row in facts["results"]] == [0.0, 1.0]
+    shards = sorted((tmp_path / "run" / "corpus").glob("*.npz"))
+    before = [path.stat().st_mtime_ns for path in shards]
+    run(script, monkeypatch, line)
+    assert before == [path.stat().st_mtime_ns for path in shards]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("student", ["eagle3", "medusa", "mtp", "dflash", "draft-lm"])
+def test_every_student_goes_from_text_to_decoding(script, text, tmp_path, monkeypatch, capsys, student):
+    line = small(text, tmp_path / "run") + f"--student {student} --steps 3 --batch 2 --width 16 --num-draft-tokens 2"
+    line += {"eagle3": " --draft-vocab 40 --target-head", "dflash": " --draft-vocab 40", "draft-lm": " --layers 1"}.get(
+        student, ""
+    )
+    run(script, monkeypatch, line)
     printed = capsys.readouterr().out
-    assert "untrained" in printed and "per position" in printed
-    facts = json.loads((tmp_path / "facts.json").read_text())
-    assert [(row["head"], row["temperature"]) for row in facts["results"]] == [
-        ("untrained", 0.0), ("trained", 0.0), ("untrained", 1.0), ("trained", 1.0)
-    ]  # fmt: skip
-    assert load_drafter(tmp_path / "head", target, num_draft_tokens=2).num_draft_tokens == 2
+    assert "3 steps of 2 x 16" in printed and "tau, macro" in printed
+    metrics = (tmp_path / "run" / "training" / "metrics.jsonl").read_text().splitlines()
+    assert sum('"loss"' in row for row in metrics) == 3
+    drafter = specjax.load_drafter(tmp_path / "run", specjax.load(TARGET))
+    prompt = [5, 6, 7, 8]
+    plain, drafted = (
+        specjax.generate(specjax.load(TARGET), [prompt], max_new_tokens=12, drafter=d).tokens for d in (None, drafter)
+    )
+    assert plain == drafted

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax.static import whole
-from specjax.train.distill import Batch
 from specjax.train.packing import most_frequent
+from specjax.train.types import Batch
 
 
 class Texts(NamedTuple):

@@ -11,7 +11,7 @@ class Batch(NamedTuple):
 
     tokens: Array  # [B, T] int32
     counts: Array  # [B, T] bool: the token is to be learnt
-    documents: Array | None = None  # [B, T] int32 which text of its row a token belongs to, -1: padding; None: one a row
+    documents: Array | None = None  # [B, T] int32 text of its row it belongs to, -1: padding; None: one a row
 
 
 class Mean(NamedTuple):
