@@ -25,7 +25,11 @@ _PRE_TOKENIZERS = {
     "gpt-2": (None, True),  # (pattern to split at first, whether GPT-2's regex follows)
     "smollm": (r"\p{Nd}", True),
     "llama-bpe": (_LLAMA3_PATTERN, False),
+    "smaug-bpe": (_LLAMA3_PATTERN, False),  # SmolLM3
+    "dbrx": (_LLAMA3_PATTERN, False),  # OLMo 2
+    "qwen2": (_LLAMA3_PATTERN.replace(r"\p{N}{1,3}", r"\p{N}"), False),
 }
+_COMPOSED = {"qwen2"}  # characters and their accents become one before anything else (Unicode's form C)
 
 
 class Tokenizer:
@@ -258,7 +262,7 @@ def from_gguf(metadata: Mapping[str, Any], source: str) -> Tokenizer:
 
 def _byte_level(vocab: Mapping[str, int], merges: Iterable[str], pre: str | None, source: str) -> Any:
     import tokenizers
-    from tokenizers import Regex, decoders, models, pre_tokenizers
+    from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers
 
     if pre not in _PRE_TOKENIZERS:
         supported = ", ".join(_PRE_TOKENIZERS)
@@ -269,6 +273,8 @@ def _byte_level(vocab: Mapping[str, int], merges: Iterable[str], pre: str | None
     except Exception as error:
         raise ValueError(f"{source}: the merges do not fit the tokens: {error}") from error
     backend = tokenizers.Tokenizer(model)
+    if pre in _COMPOSED:
+        backend.normalizer = normalizers.NFC()
     pattern, gpt2_regex = _PRE_TOKENIZERS[pre]
     bytewise = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=gpt2_regex)
     split = [pre_tokenizers.Split(Regex(pattern), "isolated")] if pattern else []

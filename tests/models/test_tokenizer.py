@@ -74,6 +74,49 @@ def test_llama3_pre_tokenizer_adds_bos_and_groups_digits_by_three():
     assert [text.tokens[i] for i in text.encode("1234 a's\n\n")] == ["<|user|>", "123", "4", "Ġa", "'", "s", "Ċ", "Ċ"]
 
 
+def test_qwens_pre_tokenizer_cuts_digits_apart_and_composes_accents():
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    words = ["<|end|>", "<|user|>", "<|stop|>", *sorted(alphabet), "12", "Ã©"]
+    changes = {"tokens": words, "token_type": [3] * 3 + [1] * (len(words) - 3), "merges": ["1 2", "Ã ©"]}
+    text = from_metadata(pre="qwen2", **changes)
+    assert [text.tokens[i] for i in text.encode("12e\u0301")] == ["1", "2", "Ã©"]
+    for pre in ("smaug-bpe", "dbrx"):
+        assert [text.tokens[i] for i in from_metadata(pre=pre, **changes).encode("12")] == ["12"]
+
+
+# --- SentencePiece
+
+SPM = ["<unk>", "<s>", "</s>", "[INST]", "\n\n", *(f"<0x{byte:02X}>" for byte in range(256)), "\u2581", "a", "b",
+       "ab", "\u2581a", "ba", "\u2581ab"]  # fmt: skip
+SPM_TYPES = [2, 3, 3, 4, 4, *[6] * 256, *[1] * 7]
+
+
+def spm(**changes):
+    scores = [*[0.0] * 264, -2.0, -1.0, -3.0, -4.0]  # ab, _a, ba, _ab
+    metadata = {"model": "llama", "tokens": SPM, "token_type": SPM_TYPES, "scores": scores, "merges": None, "pre": None}
+    return from_metadata(**metadata | changes)
+
+
+def test_pieces_are_joined_by_score_and_not_by_place():
+    text = spm(add_bos_token=False, add_space_prefix=False)
+
+    def pieces(string):
+        return [text.tokens[i] for i in text.encode(string)]
+
+    assert pieces("ab") == ["ab"] and pieces("bab") == ["b", "ab"]
+    assert pieces(" aba") == ["\u2581a", "ba"]  # _a is better than ab, then ba than _ab
+    assert pieces("a[INST]b\n\na") == ["a", "[INST]", "b", "\n\n", "a"]
+    assert pieces("é") == ["<0xC3>", "<0xA9>"] and text.decode(text.encode("aé b")) == "aé b"
+
+
+def test_a_text_begins_with_bos_and_a_space_unless_the_metadata_says_otherwise():
+    text = spm()
+    assert [text.tokens[i] for i in text.encode("ab")] == ["<s>", "\u2581ab"]
+    assert text.decode(text.encode("ab"), skip_special_tokens=True) == "ab"
+    assert spm(add_space_prefix=False).encode("ab") == [1, SPM.index("ab")]
+    assert spm(add_bos_token=False, add_space_prefix=False).encode("ab") == [SPM.index("ab")]
+
+
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
