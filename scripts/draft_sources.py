@@ -1,17 +1,58 @@
-"""From the command line to a drafter: what generate.py and its options know about draft sources."""
+"""From the command line to a drafter: what generate.py and eval_drafter.py know about draft sources."""
 
 import argparse
 import dataclasses
+import pathlib
+from typing import NamedTuple
 
 HEADS = ("eagle", "medusa", "mtp", "dflash")
 LOOKUPS = ("ngram", "suffix", "recycling", "lookahead")
 MODELS = ("model", "translate", "retokenize")
 SOURCES = (*LOOKUPS, "cascade", *MODELS, *HEADS, "none")
+AUTO, STORED = "auto", "stored"
+
+
+class Source(NamedTuple):
+    """Where a drafter comes from."""
+
+    kind: str  # one of SOURCES, or STORED
+    label: str  # in what is printed
+    path: str = ""  # of what is stored
+
+
+def choose(name: str, model: str = "") -> Source:
+    """What ``--drafter`` means: a source, a directory, the name of a model that a drafter is shipped for; or "auto",
+    what is shipped for ``model``, else ngram.
+
+    Raises:
+      ValueError: none of them.
+    """
+    if name in SOURCES:
+        return Source(name, name)
+    from specjax.drafters import shipped
+
+    own = shipped.directory(model if name == AUTO else name)
+    if name == AUTO and own is None:
+        return Source("ngram", "ngram")
+    path = pathlib.Path(name).expanduser()
+    if name != AUTO and path.is_dir():
+        return Source(STORED, name, str(path))
+    if own is not None:
+        return Source(STORED, f"shipped {own.name}", str(own))
+    what = "a file, not the directory of a drafter" if path.is_file() else "no draft source and no directory"
+    raise ValueError(
+        f"--drafter {name} is {what}: give a directory of scripts/distill_draft.py or specjax.save_drafter, one of "
+        f"{', '.join(SOURCES)}, or a model that a drafter is shipped for ({', '.join(shipped.names()) or 'none yet'})"
+    )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("draft source")
-    group.add_argument("--drafter", default="ngram", choices=SOURCES)
+    group.add_argument(
+        "--drafter", default=AUTO, metavar="SOURCE|DIR|NAME",
+        help=f"{', '.join(SOURCES)}; the directory of a drafter or of a training run; the name of a model that a "
+        "drafter is shipped for; default the one shipped for --model, else ngram",
+    )  # fmt: skip
     group.add_argument("--num-draft-tokens", type=int, default=None, help="draft tokens (nodes of a tree) per round")
     group.add_argument("--draft-model", help=f"for {', '.join(MODELS)}: name, GGUF file or directory")
     group.add_argument("--coupled", action="store_true", help="for models and heads: draft with the target's noise")
@@ -19,15 +60,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--draft-checkpoint", metavar="DIR",
         help=f"for {', '.join(HEADS)} and cascade: a directory, or 'random' for an untrained head (exact, and slow)",
     )  # fmt: skip
-    group.add_argument("--tables", metavar="FILE", help="for recycling and cascade: what build_tables.py wrote")
+    group.add_argument("--tables", metavar="FILE", help="for recycling and cascade: a drafter's tables.npz")
     group.add_argument(
-        "--tree", help="for heads: children per level as in 3,2,1, or dynamic:NODES,WIDTH,DEPTH; default a chain"
-    )
+        "--tree", help="for heads, also those of a directory: children per level as in 3,2,1, or "
+        "dynamic:NODES,WIDTH,DEPTH; default a chain",
+    )  # fmt: skip
 
 
 def refusals(args: argparse.Namespace) -> list[tuple[bool, str]]:
     """Options that contradict each other, with what to say."""
-    kind, heads = args.drafter, (*HEADS, "cascade")
+    kind = args.drafter if args.drafter in (*SOURCES, AUTO) else STORED
+    heads = (*HEADS, "cascade")
     return [
         ((kind in MODELS) != bool(args.draft_model), f"--draft-model and --drafter {', '.join(MODELS)} go together"),
         (kind in HEADS and not args.draft_checkpoint, f"--drafter {kind} needs --draft-checkpoint DIR, or random"),
@@ -35,9 +78,10 @@ def refusals(args: argparse.Namespace) -> list[tuple[bool, str]]:
         (kind == "cascade" and args.draft_checkpoint == "random", "--drafter cascade needs a trained head, or none"),
         (bool(args.tables) and kind not in ("recycling", "cascade"), "--tables needs --drafter recycling or cascade"),
         (bool(args.tables) and bool(args.draft_checkpoint), "--tables and --draft-checkpoint: give one of them"),
-        (args.coupled and kind not in (*MODELS[:2], *HEADS), "--coupled needs a drafter that draws: a model or a head"),
+        (args.coupled and kind not in (*MODELS[:2], *HEADS, STORED), "--coupled needs a drafter that draws: a model or "
+         "a head"),
         (args.coupled and bool(args.tree), "--coupled draws a chain: leave out --tree"),
-        (bool(args.tree) and kind not in HEADS, f"--tree needs --drafter {', '.join(HEADS)}"),
+        (bool(args.tree) and kind not in (*HEADS, STORED), f"--tree needs --drafter {', '.join(HEADS)} or a directory"),
         (bool(args.tree) and args.num_draft_tokens is not None, "--tree has its own number of nodes: leave out "
          "--num-draft-tokens"),
         (kind == "lookahead" and args.num_draft_tokens is not None, "--num-draft-tokens: lookahead has its own"),
@@ -71,36 +115,59 @@ def build(args: argparse.Namespace, lm):
     from specjax import drafters
     from specjax.drafters.checkpoint import read
 
+    source = choose(args.drafter, args.model)
     number = {} if args.num_draft_tokens is None else {"num_draft_tokens": args.num_draft_tokens}
-    tables = None if args.tables is None else drafters.load_tables(args.tables)
-    match args.drafter:
-        case "none":
-            return None
-        case "ngram" | "suffix":
-            return getattr(drafters, args.drafter)(**number)
-        case "lookahead":
-            return drafters.lookahead()
-        case "recycling":
-            return drafters.recycling(lm, tables=tables, **number)
-        case "cascade":
-            if args.draft_checkpoint:
-                last = specjax.load_drafter(args.draft_checkpoint, target=lm, **number)
-            else:
-                last = drafters.recycling(lm, tables=tables, **number)
-            return drafters.cascade(drafters.suffix(last.num_draft_tokens, min_match=3), last)
-        case "model" | "translate" | "retokenize":
-            small = specjax.load(args.draft_model, dtype="float32")  # one-row steps: see docs/decisions.md
-            if args.drafter == "retokenize":
-                return drafters.retokenize(small, lm, **number)
-            return getattr(drafters, args.drafter)(small, lm, coupled=args.coupled, **number)
+    if source.kind == STORED:
+        return stored(source, lm, tree=parse_tree(args.tree), coupled=args.coupled, **number)
+    if source.kind in MODELS:
+        small = specjax.load(args.draft_model, dtype="float32")  # one-row steps: see docs/decisions.md
+        if source.kind == "retokenize":
+            return drafters.retokenize(small, lm, **number)
+        return getattr(drafters, source.kind)(small, lm, coupled=args.coupled, **number)
+    if source.kind not in HEADS:
+        last = specjax.load_drafter(args.draft_checkpoint, target=lm, **number) if args.draft_checkpoint else None
+        tables = None if args.tables is None else drafters.load_tables(args.tables)
+        return lookup(source.kind, lm, tables=tables, last=last, **number)
     options = number | {"tree": parse_tree(args.tree), "coupled": args.coupled}
     if args.draft_checkpoint == "random":
-        return untrained(args.drafter, lm, **options)
+        return untrained(source.kind, lm, **options)
     config, _ = read(args.draft_checkpoint, target=lm)
     if not type(config).__name__.lower().startswith(args.drafter):
         kind = type(config).__name__.removesuffix("Config")
         raise ValueError(f"--draft-checkpoint {args.draft_checkpoint} is a {kind} head, not --drafter {args.drafter}")
     return specjax.load_drafter(args.draft_checkpoint, target=lm, **options)
+
+
+def lookup(kind: str, lm, *, tables=None, last=None, **number):
+    """A source that needs no training, None for "none"; the last part of a cascade is ``last``, else `recycling`."""
+    from specjax import drafters
+
+    match kind:
+        case "none":
+            return None
+        case "ngram" | "suffix":
+            return getattr(drafters, kind)(**number)
+        case "lookahead":
+            return drafters.lookahead()  # a width of its own
+    last = drafters.recycling(lm, tables=tables, **number) if last is None else last
+    return last if kind == "recycling" else drafters.cascade(drafters.suffix(last.num_draft_tokens, min_match=3), last)
+
+
+def stored(source: Source, lm, *, tree=None, coupled: bool = False, **number):
+    """The drafter of a directory.
+
+    Raises:
+      ValueError: ``tree`` or ``coupled`` for a drafter that has no such choice.
+    """
+    import specjax
+
+    form = ({} if tree is None else {"tree": tree}) | ({"coupled": True} if coupled else {})
+    try:
+        return specjax.load_drafter(source.path, target=lm, **form, **number)
+    except TypeError as error:
+        if not form:
+            raise
+        raise ValueError(f"--{' and --'.join(form)}: not for what {source.path} holds ({error})") from None
 
 
 def untrained(kind: str, lm, **options):

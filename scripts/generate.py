@@ -1,6 +1,7 @@
 """Generate text with and without speculation.
 
     python scripts/generate.py "Why is the sky blue?" --chat --drafter ngram
+    python scripts/generate.py "Why is the sky blue?" --chat --drafter runs/x
     python scripts/generate.py --demo --compare
     echo "Once upon a time" | python scripts/generate.py - --temperature 0.8 --seed 7
 
@@ -109,7 +110,8 @@ def compare(lm, prompts: list[str], drafter, args: argparse.Namespace) -> dict:
     except KeyboardInterrupt:
         interrupted = True
     progress("")
-    return {"prompts": rows, "total": total(rows) if rows else None, "interrupted": interrupted}
+    name = draft_sources.choose(args.drafter, args.model).label
+    return {"drafter": name, "prompts": rows, "total": total(rows) if rows else None, "interrupted": interrupted}
 
 
 def measure(models: dict, prompt: str, index: int, drafter, args: argparse.Namespace, where: str) -> dict:
@@ -185,7 +187,7 @@ def print_row(row: dict, rule: str, args: argparse.Namespace) -> None:
 
 def print_total(result: dict, args: argparse.Namespace) -> None:
     rows, overall = result["prompts"], result["total"]
-    print(f"\n{args.model}, {args.dtype}, {args.drafter} drafter, batch 1, temperature {args.temperature:g}")
+    print(f"\n{args.model}, {args.dtype}, {result['drafter']} drafter, batch 1, temperature {args.temperature:g}")
     for name, value in overall["tokens_per_second"].items():
         mark = "  <- baseline, the fastest plain decoding" if name == overall["baseline"] else ""
         print(f"  {name:16s} {value:7.1f} tok/s{mark}")
@@ -196,7 +198,7 @@ def print_total(result: dict, args: argparse.Namespace) -> None:
         print(f"  Best on prompt {best + 1}: {rows[best]['ratio']:.2f}x, at {rows[best]['tau']:.2f} tokens per pass.")
         lookup = "a lookup drafts well where the answer repeats its context, and proposes little elsewhere"
         agree = "a drafter pays where it agrees with the target, and costs a wider pass everywhere"
-        print(f"  Ratios differ because {lookup if args.drafter in ('ngram', 'suffix') else agree}.")
+        print(f"  Ratios differ because {lookup if result['drafter'] in ('ngram', 'suffix') else agree}.")
 
 
 def describe_equality(row: dict, rule: str) -> str:
@@ -216,6 +218,8 @@ def work(args: argparse.Namespace) -> None:
 
     jax.config.update("jax_compilation_cache_dir", str(cache_dir() / "jax"))
     check_ranges(args)
+    if args.drafter != "none":
+        print(f"drafter: {draft_sources.choose(args.drafter, args.model).label}", file=sys.stderr)
     print(f"loading {args.model} and compiling (about a minute the first time) ...", file=sys.stderr, flush=True)
     lm = specjax.load(args.model, dtype=args.dtype)
     drafter = draft_sources.build(args, lm)

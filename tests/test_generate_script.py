@@ -29,6 +29,8 @@ def script():
         ("hi --drafter model", "--draft-model"),
         ("hi --draft-model x", "--drafter model"),
         ("hi --coupled", "--coupled"),
+        ("hi --drafter . --tables x", "--tables"),
+        ("hi --drafter . --draft-checkpoint x", "--draft-checkpoint"),
         ("hi --drafter none --num-draft-tokens 3", "--num-draft-tokens"),
         ("hi --drafter none --compare", "--compare"),
         ("hi --drafter eagle", "--draft-checkpoint"),
@@ -74,12 +76,58 @@ def test_numbers_out_of_range_are_refused_before_loading(script, line, name):
         script.check_ranges(script.parse(["hi", *line.split()]))
 
 
-def test_draft_tokens_default_and_given(script):
+def test_draft_tokens_default_and_given(script, monkeypatch):
+    from specjax.drafters import shipped
+
+    monkeypatch.setattr(shipped, "names", list)
     build = script.draft_sources.build
     assert build(script.parse(["hi"]), None).num_draft_tokens == 7
     assert build(script.parse(["hi", "--num-draft-tokens", "3"]), None).num_draft_tokens == 3
     with pytest.raises(ValueError, match="num_draft_tokens"):
         build(script.parse(["hi", "--num-draft-tokens", "0"]), None)
+
+
+def test_a_drafter_is_a_source_a_directory_or_one_that_is_shipped(script, tmp_path, monkeypatch):
+    """By default the one shipped for the model, else ngram."""
+    from specjax.drafters import shipped
+
+    choose, own = script.draft_sources.choose, tmp_path / "data" / "some-model"
+    own.mkdir(parents=True)
+    monkeypatch.setattr(shipped, "names", lambda: ["some-model"])
+    monkeypatch.setattr(shipped, "directory", lambda name: own if name == "some-model" else None)
+    assert choose("auto", "some-model") == ("stored", "shipped some-model", str(own))
+    assert choose("some-model", "other") == choose("auto", "some-model")
+    assert choose("auto", "other") == choose("ngram", "some-model") == ("ngram", "ngram", "")
+    assert choose(str(tmp_path), "some-model") == ("stored", str(tmp_path), str(tmp_path))
+    (tmp_path / "head.npz").touch()
+    for name, words in (("nowhere", "no draft source and no directory"), (tmp_path / "head.npz", "is a file")):
+        with pytest.raises(ValueError, match=rf"--drafter .*{words}.*distill_draft.*some-model\)$"):
+            choose(str(name))
+
+
+def test_directories_become_drafters(script, tmp_path):
+    import numpy as np
+
+    from specjax.drafters import RecyclingConfig, build_tables
+
+    lm, rng = specjax.load(TINY), np.random.default_rng(0)
+    size = lm.model.vocab_size
+    laws = rng.integers(0, size, 20), rng.integers(0, size, (20, 4)), np.full((20, 4), 0.2)
+    specjax.save_drafter(tmp_path / "run" / "drafter", RecyclingConfig(5), build_tables([laws], size))
+    build = script.draft_sources.build
+    assert build(script.parse(["hi", "--drafter", str(tmp_path / "run")]), lm).num_draft_tokens == 5
+    parsed = script.parse(["hi", "--drafter", str(tmp_path / "run" / "drafter"), "--num-draft-tokens", "3"])
+    assert build(parsed, lm).num_draft_tokens == 3
+    with pytest.raises(ValueError, match=r"^--tree: not for what .*run holds"):
+        build(script.parse(["hi", "--drafter", str(tmp_path / "run"), "--tree", "2,1"]), lm)
+    with pytest.raises(FileNotFoundError, match=r"has neither config\.json"):
+        build(script.parse(["hi", "--drafter", str(tmp_path)]), lm)
+
+
+def test_the_demo_is_in_bfloat16_unless_told_otherwise(script):
+    assert [script.parse(line.split()).dtype for line in ("hi", "--demo", "--demo --dtype float32")] == [
+        "float32", "bfloat16", "float32"
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("text", ["0", "2,x", "dynamic:3,2", "dynamic:", "2,,1", ""])

@@ -25,6 +25,10 @@ def source(tmp_path_factory):
         else:
             shutil.copy(path, root / name)
     assert (root / "specjax" / "train").is_symlink()
+    made = root / "specjax" / "drafters" / "data" / "some-model"  # beside those that are shipped, if any are
+    made.mkdir(parents=True)
+    for name in ("recycling.json", "tables.npz", "README.md"):
+        (made / name).touch()
     return root
 
 
@@ -42,11 +46,20 @@ def expected_modules(source):
     return found
 
 
+def expected_data(source):
+    """Files of the drafters that come with the library; they lie one directory deep."""
+    data = source / "specjax" / "drafters" / "data"
+    found = {str(path.relative_to(source)) for path in data.rglob("*") if path.is_file()}
+    assert {"specjax/drafters/data/some-model/tables.npz"} <= found
+    return found
+
+
 def check_wheel(path, source):
     names = set(zipfile.ZipFile(path).namelist())
     assert {name.split("/")[0] for name in names if ".dist-info/" not in name} == {"specjax"}
     assert {name for name in names if name.endswith(".py")} == expected_modules(source)
     assert "specjax/py.typed" in names
+    assert {name for name in names if name.startswith("specjax/drafters/data/")} == expected_data(source)
     assert any(name.endswith("licenses/LICENSE") for name in names)
 
 
@@ -60,7 +73,7 @@ def test_sdist_holds_the_package_and_builds_the_same_wheel(source, tmp_path):
     (sdist,) = tmp_path.glob("*.tar.gz")
     with tarfile.open(sdist) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
-    assert expected_modules(source) <= names
+    assert expected_modules(source) | expected_data(source) <= names
     assert {"pyproject.toml", "LICENSE", "README.md", "specjax/py.typed"} <= names
     assert not any(name.startswith("train/") for name in names)
     (wheel,) = tmp_path.glob("*.whl")
