@@ -39,6 +39,7 @@ _LAYER_NAMES = {
 }
 _NORM_NAMES = {"attn_norm": "input_norm", "post_attention_norm": "attention_norm", "ffn_norm": "post_norm",
                "post_ffw_norm": "mlp_norm"}  # theirs: ours
+ROWS = 4096  # dequantised at a time
 ROPE_FREQS = "rope_freqs.weight"  # Llama 3.1's frequency scaling, stored as a tensor
 
 
@@ -133,8 +134,11 @@ class GGUFFile:
         from gguf import GGMLQuantizationType, dequantize
 
         info = self.tensors[name]
-        raw = np.frombuffer(self._data, np.uint8, info.nbytes, info.start).reshape(*info.shape[:-1], -1)
-        return dequantize(raw, GGMLQuantizationType[info.type]).reshape(info.shape)
+        raw = np.frombuffer(self._data, np.uint8, info.nbytes, info.start).reshape(math.prod(info.shape[:-1]), -1)
+        result = np.empty((len(raw), info.shape[-1]), np.float32)
+        for row in range(0, len(raw), ROWS):  # at once, a large tensor would be held several times over
+            result[row : row + ROWS] = dequantize(raw[row : row + ROWS], GGMLQuantizationType[info.type])
+        return result.reshape(info.shape)
 
     def read(self, name: str) -> np.ndarray:
         """A tensor under its Hugging Face name as float32, rows in Hugging Face order."""

@@ -154,7 +154,7 @@ def fill(tree: PyTree, tensor: Callable[[str, tuple[int, ...]], np.ndarray], dty
                 few = part[row : row + ROWS]
                 weight[..., start + row : start + row + len(few)] = few.T
             start += len(part)
-            del part
+            del part, few  # a view of it
         return jnp.asarray(weight)
 
     return jax.tree.map(build, tree, is_leaf=_is_source)

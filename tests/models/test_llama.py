@@ -552,7 +552,7 @@ def test_head_dim_is_derived_only_when_it_is_not_given():
         LlamaConfig(67, 21, 40, 2, 4, 2)
 
 
-@pytest.mark.parametrize("kind", ["yarn", "dynamic", "longrope", "mrope"])
+@pytest.mark.parametrize("kind", ["ntk", "dynamic", "longrope", "mrope"])
 def test_an_unknown_rope_type_is_refused_by_name(kind):
     with pytest.raises(ValueError, match=f"'{kind}'.*default, linear, llama3"):
         RopeScaling(kind)
@@ -564,6 +564,14 @@ def test_an_unknown_rope_type_is_refused_by_name(kind):
         ({"num_kv_heads": 3}, r"num_heads \(4\) is not a multiple of num_kv_heads \(3\)"),
         ({"num_layers": 0}, "num_layers must be positive, got 0"),
         ({"head_dim": -2}, "head_dim must be positive, got -2"),
+        ({"windows": (4,)}, "windows has 1 entries for num_layers=2"),
+        ({"windows": (4, -1)}, r"windows must be 0 \(none\) or positive, got \(4, -1\)"),
+        ({"ropes": (None,) * 3}, "ropes has 3 entries for num_layers=2"),
+        ({"norms": "between"}, "norms 'between' is not supported; supported: before, after, both"),
+        ({"activation": "relu"}, "activation 'relu' is not supported; supported: silu, gelu_tanh"),
+        ({"qk_norm": True, "wide_qk_norm": True}, "qk_norm and wide_qk_norm are both set"),
+        ({"logit_softcap": -1.0}, r"logit_softcap must be positive, or 0 for none, got -1\.0"),
+        ({"embedding_scale": 0.0}, r"embedding_scale must be positive, got 0\.0"),
     ],
 )
 def test_sizes_that_do_not_fit_are_refused(change, message):
@@ -579,3 +587,4 @@ def test_an_odd_head_dim_is_refused_with_the_model():
 def test_configurations_are_values():
     assert hash(BASE) == hash(dataclasses.replace(BASE))
     assert dataclasses.replace(BASE, eos_ids=[2, 3]).eos_ids == (2, 3)
+    assert dataclasses.replace(BASE, windows=[0, 0], ropes=[Rope(), Rope()]) == BASE
