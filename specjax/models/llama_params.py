@@ -31,6 +31,7 @@ Norms are those of ``norms="before"``. Families that norm what attention and MLP
 With ``scan_layers`` the tree under ``layers`` is one layer whose leaves have a leading axis L.
 """
 
+import math
 import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -143,7 +144,7 @@ def fill(tree: PyTree, tensor: Callable[[str, tuple[int, ...]], np.ndarray], dty
     dtype = weight_dtype(dtype)
 
     def build(source: Source) -> Array:
-        weight, start = np.empty(source.shape, dtype), 0
+        weight, start = _aligned(source.shape, dtype), 0
         for name, shape in zip(source.names, source.shapes):
             part = np.asarray(tensor(name, shape))
             if part.shape != shape:
@@ -155,9 +156,16 @@ def fill(tree: PyTree, tensor: Callable[[str, tuple[int, ...]], np.ndarray], dty
                 weight[..., start + row : start + row + len(few)] = few.T
             start += len(part)
             del part, few  # a view of it
-        return jnp.asarray(weight)
+        return jax.device_put(weight)
 
     return jax.tree.map(build, tree, is_leaf=_is_source)
+
+
+def _aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """An empty array at a multiple of 64 bytes, which jax on a CPU takes as it is instead of copying it."""
+    raw = np.empty(math.prod(shape) * dtype.itemsize + 64, np.uint8)
+    start = -raw.ctypes.data % 64
+    return raw[start : start + raw.size - 64].view(dtype).reshape(shape)
 
 
 def spill(tree: PyTree, params: PyTree) -> dict[str, np.ndarray]:
