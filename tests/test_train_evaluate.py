@@ -11,7 +11,7 @@ import specjax
 from specjax import drafters
 from specjax.train import evaluate as evaluation
 from specjax.train import monitor
-from specjax.train.evaluate import Prompt, decode, evaluate, read_prompts, table, timed
+from specjax.train.evaluate import Prompt, Times, decode, evaluate, part, read_prompts, speeds, table, timed
 from specjax.train.report import _running, report
 from tests.small import PROMPTS, close, draft_source, target
 
@@ -79,14 +79,41 @@ def test_ways_take_turns_and_the_ratio_is_against_the_fastest_plain_one(monkeypa
     calls = {name: lambda number, name=name: call(name, number) for name in costs}
     found = timed(calls, 1, 2)
     assert order == [*costs] * 3
-    assert found == {"rates": {"float32": 4.0, "bfloat16": 2.0, "speculative": 6.0}, "ratio": 1.5}
+    assert speeds(found) == {"rates": {"float32": 4.0, "bfloat16": 2.0, "speculative": 6.0}, "ratio": 1.5}
+
+
+def test_the_rate_behind_the_first_token_leaves_out_the_prompt(monkeypatch):
+    """Medians of both; each way's own tokens; a category against the plain way that is the fastest there."""
+    now = [0.0]
+    costs = {("a", 8): 10.0, ("b", 8): 12.0, ("speculative", 8): 6.0,
+             ("a", 1): 3.0, ("b", 1): 8.5, ("speculative", 1): 4.0}  # fmt: skip
+
+    def call(name, count, number):
+        now[0] += costs[name, count]
+        return [0] * count
+
+    monkeypatch.setattr(evaluation.time, "perf_counter", lambda: now[0])
+    every, one = ({name: lambda number, name=name, n=n: call(name, n, number) for name in ("a", "b", "speculative")}
+                  for n in (8, 1))  # fmt: skip
+    found = timed(every, 1, 3, None, one)
+    assert found.first == {"a": [3.0], "b": [8.5], "speculative": [4.0]}
+    measured = speeds(found)
+    assert measured["rates"] == {"a": 0.8, "b": 8 / 12, "speculative": 8 / 6} and measured["ratio"] == (8 / 6) / 0.8
+    assert measured["decode_rates"] == {"a": 1.0, "b": 2.0, "speculative": 3.5} and measured["decode_ratio"] == 1.75
+    two = Times({"a": [4, 8], "speculative": [8, 4]}, {"a": [2.0, 2.0], "speculative": [1.0, 2.0]}, {})
+    assert [speeds(two, rows)["ratio"] for rows in ([0], [1], None)] == [4.0, 0.5, 4 / 3]
+    times = {"a": [2.0], "speculative": [2.0]}
+    short = Times({"a": [1], "speculative": [1]}, times, times)
+    assert speeds(short)["decode_ratio"] is None  # a text of one token
 
 
 def test_speeds_are_measured_one_prompt_at_a_time():
-    (row,) = evaluate(target(), draft_source("close", 3), PROMPT_SET[:1], max_new_tokens=10, batch=1, repeats=1)
+    how = {"max_new_tokens": 10, "batch": 1, "repeats": 1, "first": True}
+    (row,) = evaluate(target(), draft_source("close", 3), PROMPT_SET[:1], **how)
     assert row.rates is not None and set(row.rates) == {"plain", "speculative"} and row.same == 1
     assert row.ratio == row.rates["speculative"] / row.rates["plain"]
-    printed = table({"close": [row]}).splitlines()
+    assert row.categories["x"]["ratio"] == row.ratio and row.categories["x"]["decode_ratio"] == row.decode_ratio
+    printed = table({"close": [row._replace(decode_ratio=None)]}).splitlines()
     assert printed[0] == ("| drafter | T | x | tau, macro | alpha | alpha by depth | plain tok/s | speculative tok/s | "
                           "ratio |")  # fmt: skip
     assert printed[2].startswith(f"| close | 0 | {row.tau:.2f} | **{row.macro:.2f}** |")
@@ -101,6 +128,17 @@ def test_prompts_come_with_their_categories(tmp_path):
     path.write_text("\n".join(json.dumps(line, ensure_ascii=False) for line in lines) + "\n\n", encoding="utf-8")
     assert read_prompts(path) == [Prompt("a\u2028b", "x"), Prompt([3, 4], "all"), Prompt("c", "x")]
     assert read_prompts(path, 1) == [Prompt("a\u2028b", "x"), Prompt([3, 4], "all")]
+
+
+def test_halves_of_every_category_share_nothing_and_are_the_same_every_time():
+    """An odd prompt goes to the half that is reported."""
+    every = [Prompt(str(i), "xyx"[i % 3]) for i in range(9)]  # x: 0 2 3 5 6 8, y: 1 4 7
+    texts = {which: [prompt.text for prompt in part(every, which)] for which in ("all", "tune", "report")}
+    assert texts == {"all": list("012345678"), "tune": list("0123"), "report": list("45678")}
+    assert [prompt.text for prompt in part(every, "report", 1)] == ["4", "5"]
+    for prompts, split, words in ((every, "test", "split='test'"), (every[:2], "tune", "none in that half")):
+        with pytest.raises(ValueError, match=words):
+            part(prompts, split)
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,7 @@ from specjax.stats import Counts, Stats
 from specjax.types import Drafter
 
 SPECULATIVE = "speculative"
+SPLITS = ("all", "tune", "report")
 
 
 class Prompt(NamedTuple):
@@ -43,12 +44,22 @@ class Evaluation(NamedTuple):
     alpha: float | None  # accepted / judged
     acceptance_rate: float | None  # accepted / proposed
     per_position: list[float | None]  # alpha at depth 1, 2, ..
-    categories: dict[str, dict[str, Any]]  # "prompts", "tau", "alpha", "acceptance_rate", "per_position" of each
+    categories: dict[str, dict[str, Any]]  # of each: "prompts" in it, "tau", .., "per_position", and what was timed
     emitted: int
     rounds: int
     same: int | None = None  # prompts with the plain text, of all; None: not compared, or not promised
     rates: dict[str, float] | None = None  # tokens per second, plain builds by name, and "speculative"; None: not timed
     ratio: float | None = None  # speculative over the fastest plain one
+    decode_rates: dict[str, float] | None = None  # the same behind the first token: without the prompt's pass
+    decode_ratio: float | None = None
+
+
+class Times(NamedTuple):
+    """How long ways to decode took, prompt by prompt."""
+
+    tokens: dict[str, list[int]]  # new ones
+    seconds: dict[str, list[float]]  # medians
+    first: dict[str, list[float]]  # medians until the first token; {}: not measured
 
 
 def read_prompts(path: str | os.PathLike, per_category: int | None = None) -> list[Prompt]:
@@ -83,10 +94,39 @@ def read_prompts(path: str | os.PathLike, per_category: int | None = None) -> li
     return found
 
 
+def part(prompts: Sequence[Prompt], split: str, per_category: int | None = None) -> list[Prompt]:
+    """The same half of the prompts every time: what is chosen on one half is measured on the other.
+
+    Args:
+      prompts: all of them.
+      split: "tune", the first half of each category, rounded down; "report", the rest of it; "all".
+      per_category: at most so many of each category, the first of that half.
+
+    Raises:
+      ValueError: no such half; nothing in it.
+    """
+    if split not in SPLITS:
+        raise ValueError(f"split={show(split)}: choose one of {', '.join(map(repr, SPLITS))}")
+    limit = len(prompts) if per_category is None else whole("per_category", per_category, 1)
+    names = [prompt.category for prompt in prompts]
+    halves = {name: names.count(name) // 2 for name in names}
+    seen, kept, found = defaultdict(int), defaultdict(int), []
+    for prompt in prompts:
+        name = prompt.category
+        first = seen[name] < halves[name]
+        seen[name] += 1
+        if (split == "all" or first == (split == "tune")) and kept[name] < limit:
+            kept[name] += 1
+            found.append(prompt)
+    if not found:
+        raise ValueError(f"split={show(split)}: {len(prompts)} prompts have none in that half; give more, or 'all'")
+    return found
+
+
 def evaluate(
     target: LanguageModel, drafter: Drafter, prompts: Sequence[Prompt], *, max_new_tokens: int = 64,
     temperatures: Sequence[float] = (0.0,), batch: int = 8, chat: bool | None = None, compare: bool = False,
-    repeats: int = 0, plain: Mapping[str, LanguageModel] | None = None, seed: int = 0,
+    repeats: int = 0, first: bool = False, plain: Mapping[str, LanguageModel] | None = None, seed: int = 0,
     progress: Callable[[str], None] | None = None, **options: Any,
 ) -> list[Evaluation]:  # fmt: skip
     """Decodes prompts with a drafter.
@@ -101,6 +141,7 @@ def evaluate(
       compare: also decode without the drafter and count equal texts, where they must be (greedy, or rule "match").
       repeats: how often every prompt is timed, plain and speculative by turns, one at a time, prefill included, after a
         run that compiles; 0 times nothing. Rates are all tokens over the sum of the medians. Implies ``compare``.
+      first: also time every way up to its first token, and take that off: rates of decoding alone.
       plain: targets to be timed without a drafter, by name: the same model in other types. None is the target itself.
       seed: prompt i is decoded with seed + i.
       progress: is told what is being done.
@@ -123,11 +164,14 @@ def evaluate(
         row = _summary(float(temperature), [prompt.category for prompt in prompts], counts)
         promised = temperature == 0 or (options.get("rule") or drafter.default_rule) == "match"
         if repeats:
-            calls = {
-                name: functools.partial(_alone, lm, texts, seeds, how)
-                for name, lm in ({"plain": target} if plain is None else plain).items()
-            } | {SPECULATIVE: functools.partial(_alone, target, texts, seeds, {**how, "drafter": drafter})}
-            row = row._replace(**timed(calls, len(texts), repeats, progress))
+            ways = [(name, lm, {}) for name, lm in ({"plain": target} if plain is None else plain).items()]
+            ways.append((SPECULATIVE, target, {"drafter": drafter}))
+            calls, begun = (
+                {name: functools.partial(_alone, lm, texts, seeds, {**how, **extra, **cut}) for name, lm, extra in ways}
+                for cut in ({}, {"max_new_tokens": 1})
+            )
+            times = timed(calls, len(texts), repeats, progress, begun if first else None)
+            row = _with_speeds(row, times, [prompt.category for prompt in prompts])
         if (compare or repeats) and promised:
             expected, _ = decode(target, texts, seeds, batch, progress=progress, **how)
             row = row._replace(same=sum(a == b for a, b in zip(said, expected, strict=True)))
@@ -168,34 +212,82 @@ def decode(
 
 def timed(
     calls: Mapping[str, Callable[[int], list[int]]], count: int, repeats: int,
-    progress: Callable[[str], None] | None = None,
-) -> dict[str, Any]:  # fmt: skip
-    """Tokens per second of ways to decode, which take turns on every prompt, and the ratio of the speculative one.
+    progress: Callable[[str], None] | None = None, first: Mapping[str, Callable[[int], list[int]]] | None = None,
+) -> Times:  # fmt: skip
+    """Times ways to decode, which take turns on every prompt, after a run of each that compiles.
 
     Args:
-      calls: prompt number -> new tokens; `SPECULATIVE` is among them.
+      calls: prompt number -> new tokens.
       count: prompts.
-
-    Returns:
-      "rates" and "ratio", as in `Evaluation`.
+      repeats: of which the median counts.
+      progress: is told what is being done.
+      first: the same ways, each ending with the first token; None: not timed.
     """
-    tokens, seconds = defaultdict(int), defaultdict(float)
+    found = Times({name: [] for name in calls}, {name: [] for name in calls}, {name: [] for name in first or {}})
     for number in range(count):
         if progress is not None:
             progress(f"timing prompt {number + 1}/{count}")
         for name, call in calls.items():
-            tokens[name] += len(call(number))  # compiles
-        times = defaultdict(list)
+            found.tokens[name].append(len(call(number)))
+        for call in (first or {}).values():
+            call(number)
+        whole_text, begun = defaultdict(list), defaultdict(list)
         for _ in range(repeats):
             for name, call in calls.items():
-                began = time.perf_counter()
-                call(number)
-                times[name].append(time.perf_counter() - began)
-        for name in calls:
-            seconds[name] += statistics.median(times[name])
-    rates = {name: tokens[name] / seconds[name] for name in calls}
-    fastest = max(rate for name, rate in rates.items() if name != SPECULATIVE)
-    return {"rates": rates, "ratio": rates[SPECULATIVE] / fastest}
+                whole_text[name].append(_seconds(call, number))
+                if first is not None:
+                    begun[name].append(_seconds(first[name], number))
+        for into, times in ((found.seconds, whole_text), (found.first, begun)):
+            for name, values in times.items():
+                into[name].append(statistics.median(values))
+    return found
+
+
+def _seconds(call: Callable[[int], Any], number: int) -> float:
+    began = time.perf_counter()
+    call(number)
+    return time.perf_counter() - began
+
+
+def speeds(times: Times, rows: Sequence[int] | None = None) -> dict[str, Any]:
+    """Tokens per second over prompts together, all tokens over the sum of the medians, and the ratio of the
+    `SPECULATIVE` way to the fastest other one.
+
+    Args:
+      times: of every prompt.
+      rows: prompts that count; None is all.
+
+    Returns:
+      "rates" and "ratio", and if first tokens were timed "decode_rates" and "decode_ratio", as in `Evaluation`; these
+      are None where nothing is left to time.
+    """
+    rows = range(len(next(iter(times.tokens.values())))) if rows is None else rows
+
+    def over(values):
+        return {name: sum(row[i] for i in rows) for name, row in values.items()}
+
+    tokens, seconds, first = over(times.tokens), over(times.seconds), over(times.first)
+    rates = {name: tokens[name] / seconds[name] for name in tokens}
+    found = {"rates": rates, "ratio": _ratio(rates)}
+    if not first:
+        return found
+    left = {name: (tokens[name] - len(rows), seconds[name] - first[name]) for name in tokens}
+    if any(min(pair) <= 0 for pair in left.values()):
+        return {**found, "decode_rates": None, "decode_ratio": None}
+    rates = {name: count / span for name, (count, span) in left.items()}
+    return {**found, "decode_rates": rates, "decode_ratio": _ratio(rates)}
+
+
+def _ratio(rates: Mapping[str, float]) -> float:
+    return rates[SPECULATIVE] / max(rate for name, rate in rates.items() if name != SPECULATIVE)
+
+
+def _with_speeds(row: Evaluation, times: Times, names: Sequence[str]) -> Evaluation:
+    categories = {
+        category: found | speeds(times, [i for i, name in enumerate(names) if name == category])
+        for category, found in row.categories.items()
+    }
+    return row._replace(categories=categories, **speeds(times))
 
 
 def _alone(lm: LanguageModel, texts: Sequence[list[int]], seeds: Sequence[int], options: Any, number: int) -> list[int]:
@@ -222,16 +314,17 @@ def table(rows: Mapping[str, Sequence[Evaluation]]) -> str:
     """Evaluations of drafters, by name, as a Markdown table: tau by category, mean over categories, alpha, rates."""
     every = [row for found in rows.values() for row in found]
     categories = list(dict.fromkeys(name for row in every for name in row.categories))
-    speeds = list(dict.fromkeys(name for row in every for name in row.rates or {}))
-    heads = ["drafter", "T", *categories, "tau, macro", "alpha", "alpha by depth", *(f"{n} tok/s" for n in speeds)]
-    lines = [[*heads, *(["ratio"] if speeds else [])]]
+    timed_ways = list(dict.fromkeys(name for row in every for name in row.rates or {}))
+    heads = ["drafter", "T", *categories, "tau, macro", "alpha", "alpha by depth", *(f"{n} tok/s" for n in timed_ways)]
+    ratios = [name for name in ("ratio", "decode_ratio") if any(getattr(row, name) is not None for row in every)]
+    lines = [[*heads, *(name.replace("_", " ") for name in ratios)]]
     for name, found in rows.items():
         for row in found:
             cells = [name, f"{row.temperature:g}"]
             cells += [_cell(row.categories.get(category, {}).get("tau")) for category in categories]
             cells += [f"**{row.macro:.2f}**", _cell(row.alpha), " ".join(map(_cell, row.per_position)) or "-"]
-            cells += [_cell((row.rates or {}).get(speed), 1) for speed in speeds]
-            lines.append(cells + ([f"**{_cell(row.ratio)}**"] if speeds else []))
+            cells += [_cell((row.rates or {}).get(speed), 1) for speed in timed_ways]
+            lines.append(cells + [f"**{_cell(getattr(row, name))}**" for name in ratios])
     made = ["| " + " | ".join(line) + " |" for line in lines]
     return "\n".join([made[0], "|" + "---|" * len(lines[0]), *made[1:]])
 
