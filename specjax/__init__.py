@@ -6,12 +6,14 @@ from specjax import drafters, theory, tree
 from specjax.accept import Typical, accept
 from specjax.autoregressive import plain
 from specjax.drafters.checkpoint import load_drafter, save_drafter
+from specjax.engine import Engine
 from specjax.generate import Stream, generate, stream
 from specjax.models.language_model import LanguageModel
 from specjax.models.load import load
 from specjax.models.nnx import from_nnx
 from specjax.noise import row_keys
 from specjax.options import make_sampling
+from specjax.queued import Event
 from specjax.result import Generation
 from specjax.round import Limits, Round, State, no_limits, prefill, round
 from specjax.stats import Counts, Stats
@@ -35,6 +37,8 @@ __all__ = [
     "Committed",
     "Counts",
     "Drafter",
+    "Engine",
+    "Event",
     "Generation",
     "KVCache",
     "LanguageModel",

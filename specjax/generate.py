@@ -7,12 +7,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax import loop, request
+from specjax import engine, loop, request
 from specjax.accept import Rule, Typical
 from specjax.models.language_model import LanguageModel, checked
 from specjax.request import Request
 from specjax.result import Detokenizer, Generation, StopStrings, reasons
 from specjax.round import RUNNING, STOP, State
+from specjax.static import whole
 from specjax.stats import Counts, Stats
 from specjax.types import Drafter
 
@@ -32,6 +33,7 @@ def generate(
     logprobs: bool = False,
     on_capacity: str = "error",
     prefill_chunk: int = 64,
+    slots: int | None = None,
     **sampling: Any,
 ) -> Generation:
     """Continues prompts with the target's own words, drafted ahead where a drafter is given.
@@ -58,6 +60,9 @@ def generate(
       on_capacity: "error" refuses a request that does not fit the model's context; "truncate" cuts its budget, and a
         row that uses it up ends with "capacity".
       prefill_chunk: prompt tokens per forward pass.
+      slots: decode at most this many rows at a time, the next one as soon as a text ends (`specjax.Engine`): for many
+        prompts, or texts of unequal length. The result is the same (under "rejection" and "block", in law). None: all
+        at once.
       **sampling: temperature (default 0, greedy), top_k, top_p, min_p, repetition_penalty, presence_penalty,
         frequency_penalty, logit_bias, banned_tokens, min_new_tokens; each one value, or one per prompt. See
         `specjax.make_sampling`. The same law holds with and without a drafter.
@@ -66,6 +71,8 @@ def generate(
       ValueError: an option or prompt that cannot be honoured; names it, its value and the remedy.
       TypeError: an unknown option.
     """
+    if slots is not None:
+        slots = whole("slots", slots, 1, "; None decodes all prompts at once")
     made = request.make(
         lm, prompts, drafter=drafter, rule=rule, max_new_tokens=max_new_tokens, seed=seed, n=n, chat=chat,
         eos_ids=eos_ids, stop=stop, logprobs=logprobs, on_capacity=on_capacity, prefill_chunk=prefill_chunk,
@@ -75,6 +82,10 @@ def generate(
         depth = 0 if drafter is None else drafter.num_draft_tokens
         empty = [] if logprobs else None
         return Generation([], [], [], empty, empty, Stats(jax.tree.map(np.asarray, Counts.zeros(0, depth))))
+    if slots is not None:
+        fixed = {"drafter": drafter, "rule": rule, "logprobs": logprobs, "prefill_chunk": prefill_chunk}
+        served = engine.for_request(lm, made, slots, **fixed)
+        return served.finish(served.submit(made))
     if made.stop_strings or made.host is not None:
         rounds = Rounds(made, lm.tokenizer)
         for _ in rounds:
@@ -230,7 +241,7 @@ def stream(lm: LanguageModel, prompt: str | Sequence[int] | Sequence[Mapping[str
     Args:
       lm: a model with a tokenizer.
       prompt: a string, token ids, or a conversation with chat=True.
-      **options: those of `specjax.generate`, except n.
+      **options: those of `specjax.generate`, except n and slots.
 
     Returns:
       A `Stream`; nothing is computed before the first ``next``, but every option is checked here.
