@@ -84,12 +84,19 @@ def assert_same_up_to_near_ties(lm, batch, got, wanted, dtype="float32"):
             assert found.margin < NEAR_TIE[dtype], f"row {row}: {found}\n{a}\n{b}"
 
 
-# In these every value of every parameter occurs; the rest of the matrix is in the full run.
-QUICK = {("ngram", "match", 8, 4), ("model", "block", 3, 2), ("model", "rejection", 1, 7), ("ngram", "rejection", 3, 1)}
-MATRIX = [
-    pytest.param(*case, marks=() if case in QUICK else pytest.mark.full)
-    for case in itertools.product(("ngram", "model"), ("rejection", "block", "match"), (1, 3, 8), (1, 2, 4, 7))
-]
+# Every pair of values of two parameters occurs; in the first four every value does. A program is compiled for each.
+CASES = [
+    ("ngram", "match", 8, 4), ("model", "block", 3, 2), ("model", "rejection", 1, 7), ("ngram", "rejection", 3, 1),
+    ("ngram", "block", 1, 1), ("model", "match", 8, 1), ("ngram", "match", 1, 2), ("ngram", "match", 3, 7),
+    ("model", "rejection", 1, 4), ("ngram", "rejection", 8, 2), ("ngram", "block", 8, 7), ("ngram", "block", 3, 4),
+]  # fmt: skip
+MATRIX = [pytest.param(*case, marks=() if case in CASES[:4] else pytest.mark.full) for case in CASES]
+
+
+def test_the_cases_cover_every_pair_of_values():
+    values = [("ngram", "model"), ("rejection", "block", "match"), (1, 3, 8), (1, 2, 4, 7)]
+    for (i, left), (j, right) in itertools.combinations(enumerate(values), 2):
+        assert {(case[i], case[j]) for case in CASES} == set(itertools.product(left, right))
 
 
 @pytest.mark.parametrize(("kind", "rule", "batch", "k"), MATRIX)

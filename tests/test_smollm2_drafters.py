@@ -122,11 +122,11 @@ def test_a_ragged_batch_says_what_plain_decoding_says(smollm2, plain, name):
 
 
 @pytest.mark.parametrize("name", cases(name for name in SOURCES if name in ALONE))
-def test_each_prompt_alone_says_what_plain_decoding_says(smollm2, plain, name):
+def test_a_prompt_alone_says_what_plain_decoding_says(smollm2, plain, name):
     drafter = SOURCES[name](smollm2)
-    for row in range(BATCH):
-        out = specjax.generate(smollm2, prompts(BATCH)[row], chat=True, max_new_tokens=NEW_TOKENS, drafter=drafter)
-        assert_same(smollm2, row, plain[row], out.tokens[0])
+    row = sorted(ALONE).index(name) % BATCH  # all prompts have their turn; each has its own length, hence programs
+    out = specjax.generate(smollm2, prompts(BATCH)[row], chat=True, max_new_tokens=NEW_TOKENS, drafter=drafter)
+    assert_same(smollm2, row, plain[row], out.tokens[0])
 
 
 @pytest.mark.full
