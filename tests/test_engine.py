@@ -13,6 +13,7 @@ import pytest
 import specjax
 from specjax import drafters, parity
 from specjax import slots as compiled
+from specjax.round import RUNNING
 from specjax.static import bind
 from tests.small import BUDGET, PROMPTS, V, draft_source, position_lm, target
 from tests.test_smollm2 import prompts as real_prompts
@@ -154,6 +155,20 @@ def test_a_removed_request_leaves_no_trace():
     assert set(results) == {ids[i] for i in (1, 2, 3, 6, 7)}
     for id, number in zip(ids[1:4] + ids[6:], (5, 1, 7, 6, 3), strict=True):
         assert_is(results[id], number)
+
+
+def test_a_slot_that_is_given_up_holds_no_text():
+    """Nothing runs there, and attention does not read it."""
+    served = engine()
+    ids = [served.insert(LONG, max_new_tokens=40, temperature=1.0, seed=3) for _ in range(2)]
+    while served.waiting:
+        served.step()
+    served.remove(ids[0])
+    served.step()
+    state = served._state.state
+    assert [int(code) == RUNNING for code in state.finish] == [False, True, False, False]
+    assert [int(x[0]) for x in (state.text.lengths, state.text.prompt_lengths, state.cache.lengths)] == [1, 1, 0]
+    assert_is(drain(served)[ids[1]], 1)
 
 
 def test_generate_through_slots_is_generate():
@@ -349,10 +364,8 @@ def test_a_budget_is_cut_to_the_capacity_if_asked():
 # --- every kind of drafter, and the real model
 
 SOURCES = {
-    "plain, one slot": (lambda: specjax.plain(), "match", 1),
-    "close": (lambda: draft_source("close", 3), "rejection", 3),
-    "recycling": (lambda: drafters.recycling(V, 5), "match", 3),
-    "lookahead": (lambda: drafters.lookahead(width=3, ngram=3, candidates=2), "match", 3),
+    "close, rejection": (lambda: draft_source("close", 3), "rejection", 3),
+    "lookahead, one slot": (lambda: drafters.lookahead(width=3, ngram=3, candidates=2), "match", 1),
 }
 
 
@@ -375,12 +388,12 @@ def test_every_kind_of_drafter_keeps_its_state_to_itself(name):
 
 @pytest.mark.full
 def test_the_real_model_says_through_slots_what_it_says_alone(smollm2):
-    """Six prompts, three slots; greedy and float32, up to near-ties."""
-    options = {"chat": True, "max_new_tokens": [10, 24, 5, 24, 16, 20], "drafter": drafters.ngram(3)}
-    prompts = real_prompts(6)
-    got = specjax.generate(smollm2, prompts, slots=3, **options)
-    for row, prompt in enumerate(prompts):
-        budget = options["max_new_tokens"][row]
-        wanted = specjax.generate(smollm2, prompt, **{**options, "max_new_tokens": budget})
-        found = parity.divergence(smollm2, smollm2.encode_chat(prompt), wanted.tokens[0], got.tokens[row])
-        assert found is None or found.margin < 1e-4, (row, found)
+    """Five prompts, three slots, trees against plain decoding; greedy and float32, up to near-ties."""
+    prompts, budgets = real_prompts(5), [10, 16, 5, 12, 16]
+    drafter = drafters.recycling(smollm2, 3, read_prompts=False)
+    got = specjax.generate(smollm2, prompts, chat=True, max_new_tokens=budgets, drafter=drafter, slots=3)
+    for prompt, budget, tokens in zip(prompts, budgets, got.tokens, strict=True):
+        wanted = specjax.generate(smollm2, prompt, chat=True, max_new_tokens=budget).tokens[0]
+        found = parity.divergence(smollm2, smollm2.encode_chat(prompt), wanted, tokens)
+        assert found is None or found.margin < 1e-4, (prompt, found)
+    assert got.stats.accepted > 0
