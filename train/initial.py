@@ -62,7 +62,9 @@ def config_for(
 
 def _config_for(kind: str, config: Any, draft_vocab_size: int, num_draft_tokens: int) -> HeadConfig:
     last = config.num_layers
-    one = dataclasses.replace(config, num_layers=1, tie_embeddings=False)
+    one = dataclasses.replace(
+        config, num_layers=1, tie_embeddings=False, windows=(), ropes=(), embedding_scale=1.0, logit_softcap=0.0
+    )  # fmt: skip
     if kind == "medusa":
         return MedusaConfig(config.hidden_size, config.vocab_size, num_heads=num_draft_tokens, shared=True)
     if kind == "eagle":

@@ -37,7 +37,7 @@ from specjax.drafters.mtp import MTPConfig, mtp
 from specjax.drafters.mtp import abstract_params as mtp_params
 from specjax.drafters.recycling_files import RecyclingConfig
 from specjax.models import orbax
-from specjax.models.config import LlamaConfig, RopeScaling
+from specjax.models.config import from_json
 from specjax.models.huggingface import read_json
 from specjax.models.identity import fingerprint
 from specjax.models.language_model import LanguageModel, checked
@@ -302,8 +302,7 @@ def _restore(path: pathlib.Path, dtype: Any) -> tuple[Any, PyTree]:
     orbax._check_files(path / "params", manifest["files"])
     kind, settings = KINDS[manifest["kind"]], dict(manifest["config"])
     if "layers" in settings:
-        layers = settings["layers"]
-        settings["layers"] = LlamaConfig(**{**layers, "rope_scaling": RopeScaling(**layers["rope_scaling"])})
+        settings["layers"] = from_json(settings["layers"])
     config = kind.config(**settings)
     every, saved = kind.abstract(config, dtype), set(manifest["weights"])
     absent = {name for name in ("embedding", "head") if name not in saved}  # the target's

@@ -27,7 +27,7 @@ import numpy as np
 from flax import nnx
 
 from specjax import cache as kv
-from specjax.drafters import parallel
+from specjax.drafters import fit, parallel
 from specjax.models import llama_params
 from specjax.models.attention import reach
 from specjax.models.config import LlamaConfig
@@ -60,6 +60,7 @@ class DFlashConfig:
     def __post_init__(self):
         if not isinstance(self.layers, LlamaConfig):
             raise ValueError(f"layers={show(self.layers)}: give a LlamaConfig of the draft layers")
+        fit.check_layers(self.layers)
         object.__setattr__(self, "feature_layers", tuple(self.feature_layers))
         if not self.feature_layers:
             raise ValueError("feature_layers=(): name at least one stream of the target")

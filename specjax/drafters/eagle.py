@@ -77,6 +77,7 @@ class EagleConfig:
         object.__setattr__(self, "feature_layers", layers)
         if not isinstance(self.layers, LlamaConfig):
             raise ValueError(f"layers={show(self.layers)}: give a LlamaConfig of the head's decoder layers")
+        fit.check_layers(self.layers)
         if self.version not in (1, 3):
             raise ValueError(f"version={show(self.version)}: 1 (also for EAGLE-2) or 3")
         if not layers or (self.version == 1 and len(layers) != 1):

@@ -6,9 +6,25 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from specjax.models.config import LlamaConfig
 from specjax.models.language_model import LanguageModel
 from specjax.static import show, whole
 from specjax.types import Array
+
+
+def check_layers(layers: LlamaConfig) -> None:
+    """Refuses decoder layers of a head that would not be run as they say: heads have Llama-like layers.
+
+    Raises:
+      ValueError: naming the field.
+    """
+    for name, plain in (("windows", ()), ("ropes", ()), ("embedding_scale", 1.0), ("logit_softcap", 0.0)):
+        value = getattr(layers, name)
+        if value != plain:
+            raise ValueError(
+                f"layers.{name}={show(value)}: the layers of a head have none of it; use dataclasses.replace(layers, "
+                f"{name}={plain})"
+            )
 
 
 def check_target(

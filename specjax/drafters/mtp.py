@@ -62,6 +62,7 @@ class MTPConfig:
         object.__setattr__(self, "feature_layers", layers)
         if not isinstance(self.layers, LlamaConfig) or self.layers.num_layers != 1:
             raise ValueError(f"layers={show(self.layers)}: give a LlamaConfig of one decoder layer (num_layers=1)")
+        fit.check_layers(self.layers)
         if len(layers) != 1:
             raise ValueError(f"feature_layers={show(layers)}: a module reads one layer of the target")
         whole("num_modules", self.num_modules, 1)

@@ -1,5 +1,6 @@
 """Looked-up laws on disk, what a drafter was made for, and drafters that come with specjax."""
 
+import dataclasses
 import json
 
 import jax
@@ -83,3 +84,14 @@ def test_an_unknown_name_says_which_there_are(target):
     with pytest.raises(FileNotFoundError, match="name of a model that a drafter comes with"):
         specjax.load_drafter("no-such-model", target)
     assert shipped.directory("../data") is None
+
+
+@pytest.mark.parametrize("field", [{"windows": (4,)}, {"embedding_scale": 2.0}, {"logit_softcap": 30.0}])
+def test_layers_of_a_head_that_would_not_run_as_they_say_are_refused(target, field):
+    one = dataclasses.replace(small_target().config, num_layers=1, **field)
+    for make in (
+        lambda: drafters.EagleConfig(one, (1,)), lambda: drafters.MTPConfig(one, (1,)),
+        lambda: drafters.DFlashConfig(one, (1,), mask_token_id=0),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=f"layers.{next(iter(field))}"):
+            make()
