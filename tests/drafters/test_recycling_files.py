@@ -1,6 +1,5 @@
 """Looked-up laws on disk, what a drafter was made for, and drafters that come with specjax."""
 
-import dataclasses
 import json
 
 import jax
@@ -11,6 +10,7 @@ import specjax
 from specjax import drafters
 from specjax.drafters import RecyclingConfig, shipped
 from specjax.drafters.checkpoint import MADE_FOR, load_drafter, save_drafter
+from specjax.models import LlamaConfig
 from specjax.models.identity import fingerprint
 from tests.drafters.parallel_world import small_target
 
@@ -87,8 +87,8 @@ def test_an_unknown_name_says_which_there_are(target):
 
 
 @pytest.mark.parametrize("field", [{"windows": (4,)}, {"embedding_scale": 2.0}, {"logit_softcap": 30.0}])
-def test_layers_of_a_head_that_would_not_run_as_they_say_are_refused(target, field):
-    one = dataclasses.replace(small_target().config, num_layers=1, **field)
+def test_layers_of_a_head_that_would_not_run_as_they_say_are_refused(field):
+    one = LlamaConfig(16, hidden_size=8, intermediate_size=8, num_layers=1, num_heads=2, num_kv_heads=1, **field)
     for make in (
         lambda: drafters.EagleConfig(one, (1,)), lambda: drafters.MTPConfig(one, (1,)),
         lambda: drafters.DFlashConfig(one, (1,), mask_token_id=0),
