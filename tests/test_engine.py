@@ -15,7 +15,7 @@ from specjax import drafters, parity
 from specjax import slots as compiled
 from specjax.round import RUNNING
 from specjax.static import bind
-from tests.small import BUDGET, PROMPTS, V, draft_source, position_lm, target
+from tests.small import BUDGET, CAPACITY, EOS, PROMPTS, V, draft_source, oracle, position_lm, target
 from tests.test_smollm2 import prompts as real_prompts
 
 SLOTS, LONGEST = 4, 70
@@ -131,6 +131,18 @@ def test_ends_are_a_request_s_own():
     assert tokens[: len(results[ids[3]].tokens[0])] == results[ids[3]].tokens[0]
     assert results[ids[3]].stats.emitted == len(results[ids[3]].tokens[0])
     assert [results[id].finish_reasons[0] for id in ids] == ["stop", "length", "stop", "stop"]
+
+
+def test_a_minimum_length_holds_for_exactly_that_many_tokens():
+    """Case 68: wherever in the window it falls. The model would end at once; the drafter proposes what is next best."""
+    logits = np.zeros((CAPACITY, V), np.float32)
+    logits[:, EOS], logits[:, 5] = 20, 10
+    drafter = oracle(np.full(CAPACITY, 5), 4)
+    minimum = list(range(12))
+    lm = position_lm(logits)._replace(eos_ids=(EOS,))
+    served = specjax.Engine(lm, slots=3, capacity=20, drafter=drafter)
+    out = served.run([[2]] * 12, min_new_tokens=minimum, max_new_tokens=15)
+    assert out.tokens == [[5] * least + [EOS] for least in minimum] and out.stats.accepted > 30
 
 
 def test_a_removed_request_leaves_no_trace():
@@ -249,15 +261,17 @@ def test_nothing_compiles_for_other_prompts_lengths_slots_or_options():
 
 
 def test_a_step_reads_from_the_device_once(monkeypatch):
-    """Case 162."""
+    """Cases 150 and 162; the state before a step is given to it."""
     served, calls, device_get = engine(), [], jax.device_get
     for prompt, options in REQUESTS[:6]:
         served.insert(prompt, **options)
     monkeypatch.setattr(jax, "device_get", lambda tree: calls.append(1) or device_get(tree))
     steps = 0
     while served.in_use or served.waiting:
+        before = served._state
         served.step()
         steps += 1
+        assert all(x.is_deleted() for x in jax.tree.leaves(before.state.cache))
     assert len(calls) == steps
 
 
