@@ -75,7 +75,10 @@ def test_a_tiny_target_gets_a_drafter_and_what_is_done_is_not_done_again(tmp_pat
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False,
         )  # fmt: skip
 
-    early = run(TEXT_S="1")
+    slow = tmp_path / "slow"  # a text stage that gets nowhere
+    slow.write_text(f'#!/bin/sh\n[ "$2" = text ] && exec sleep 60\nexec {sys.executable} "$@"\n')
+    slow.chmod(0o755)
+    early = run(TEXT_S="1", PYTHON=str(slow))
     assert early.returncode == 1 and "no text was complete after 1 s: raise TEXT_S" in early.stdout, early.stdout
     done = run()
     assert done.returncode == 0, done.stdout
