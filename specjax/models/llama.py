@@ -18,6 +18,7 @@ from specjax.models.config import LayerKind, LlamaConfig
 from specjax.models.llama_params import abstract_params
 from specjax.models.nnx import from_nnx
 from specjax.models.rope import inverse_frequencies, layer_angles, rotate
+from specjax.sharding import KEYS, QUERIES, told
 from specjax.types import Array, KVCache, Model, ModelOutput
 
 SMALL = 2**20  # weights; a larger matrix XLA:CPU shares out by itself
@@ -109,6 +110,8 @@ class Layer(nnx.Module):
         y = linear(y, self.qkv, self.qkv_bias)
         y = y.reshape(batch, width, config.num_heads + 2 * config.num_kv_heads, config.head_dim)
         q, k, v = jnp.split(y, [config.num_heads, config.num_heads + config.num_kv_heads], axis=2)
+        # Keys that the cache holds whole must not reach it in parts: the compiler would add up whole caches.
+        q, k, v = told(QUERIES, q), told(KEYS, k), told(KEYS, v)
         q, k = _heads_normed(q, self.q_norm, config), _heads_normed(k, self.k_norm, config)
         return rotate(q, window.cos_sin), rotate(k, window.cos_sin), v
 

@@ -124,7 +124,7 @@ def tensor_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
 
 def params_from_tensors(
     config: LlamaConfig, tensor: Callable[[str, tuple[int, ...]], np.ndarray], *, dtype=jnp.float32,
-    scan_layers: bool = False,
+    scan_layers: bool = False, put: Callable[[tuple, np.ndarray], Array] | None = None,
 ) -> PyTree:
     """The parameters, filled strictly by name.
 
@@ -134,16 +134,23 @@ def params_from_tensors(
         such tensor; a wrong shape is refused here.
       dtype: float32 or bfloat16, of every weight.
       scan_layers: stack the layers along a leading axis, see `stack_layers`.
+      put: see `fill`.
     """
-    params = fill(sources(config), tensor, dtype)
+    params = fill(sources(config), tensor, dtype, put)
     return stack_layers(params) if scan_layers else params
 
 
-def fill(tree: PyTree, tensor: Callable[[str, tuple[int, ...]], np.ndarray], dtype=jnp.float32) -> PyTree:
-    """A tree of `Source` as weights; ``tensor`` and ``dtype`` as in `params_from_tensors`."""
+def fill(
+    tree: PyTree, tensor: Callable[[str, tuple[int, ...]], np.ndarray], dtype=jnp.float32,
+    put: Callable[[tuple, np.ndarray], Array] | None = None,
+) -> PyTree:
+    """A tree of `Source` as weights; ``tensor`` and ``dtype`` as in `params_from_tensors`.
+
+    ``put(path, weight)`` takes each to its devices as soon as it is read; None is the default device.
+    """
     dtype = weight_dtype(dtype)
 
-    def build(source: Source) -> Array:
+    def build(path, source: Source) -> Array:
         weight, start = _aligned(source.shape, dtype), 0
         for name, shape in zip(source.names, source.shapes):
             part = np.asarray(tensor(name, shape))
@@ -156,9 +163,9 @@ def fill(tree: PyTree, tensor: Callable[[str, tuple[int, ...]], np.ndarray], dty
                 weight[..., start + row : start + row + len(few)] = few.T
             start += len(part)
             del part, few  # a view of it
-        return jax.device_put(weight)
+        return jax.device_put(weight) if put is None else put(path, weight)
 
-    return jax.tree.map(build, tree, is_leaf=_is_source)
+    return jax.tree_util.tree_map_with_path(build, tree, is_leaf=_is_source)
 
 
 def _aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:

@@ -1,0 +1,224 @@
+"""Several devices: a mesh with axes "data" and "model", and what lies where on it.
+
+One table, in three parts: `WEIGHTS` names the axes of a Llama's matrices, `CACHE`, `TOKENS`, `LOGITS` and `FEATURES`
+those of what a pass reads and writes, and `Rules` says which axis of the mesh each of them is shared out over. `place`
+puts a language model on a mesh; `generate`, `stream`, `round` and `Engine` then take it as any other, and `jit` does
+the rest. A lookup drafter needs nothing; heads and draft models may be copied to every device (`place_drafter`).
+
+An axis is shared out only where the mesh divides it: a vocabulary or a number of key heads that it does not divide is
+kept whole on every device. What would leave nothing to share is refused.
+"""
+
+import contextlib
+import contextvars
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from specjax.static import bind, show, whole
+from specjax.types import Array, Drafter, KVCache, Model, ModelOutput, PyTree
+
+AXES = ("data", "model")
+
+
+class Rules(NamedTuple):
+    """Axis of the mesh for each logical axis; None is not shared out. ``Rules(vocab=None)`` overrides one."""
+
+    batch: str | None = "data"
+    heads: str | None = "model"  # of queries, keys and values side by side: the columns of qkv, the rows of o
+    kv_heads: str | None = "model"  # of the cache
+    ffn: str | None = "model"
+    vocab: str | None = "model"
+    hidden: str | None = None
+    features: str | None = None
+    window: str | None = None
+    slots: str | None = None
+    head_dim: str | None = None
+
+
+RULES = Rules()
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """A mesh and its rules as one static value (a bare Mesh is callable, and callables are held weakly)."""
+
+    mesh: Mesh
+    rules: Rules
+
+    def bound(self, axes: tuple[str, ...], x: Array) -> Array:
+        """x, told where it lies."""
+        return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, spec(self.mesh, axes, x.shape, self.rules)))
+
+    def cache(self, cache: KVCache) -> KVCache:
+        """A cache, told where it lies."""
+        k, v = (jax.tree.map(lambda x: self.bound(CACHE, x), part) for part in (cache.k, cache.v))
+        return KVCache(k, v, self.bound(("batch",), cache.lengths))
+
+
+
+# Columns where each device can make its own part of the result, rows where the parts are added up. Names and shapes:
+# `specjax.models.llama_params`; any tree that uses the names can be placed. A stacked leaf has an axis more in front.
+WEIGHTS = {
+    "embedding": ("hidden", "vocab"), "head": ("hidden", "vocab"),
+    "qkv": ("hidden", "heads"), "o": ("heads", "hidden"),
+    "gate_up": ("hidden", "ffn"), "down": ("ffn", "hidden"),
+}  # fmt: skip
+CACHE = ("batch", "kv_heads", "slots", "head_dim")
+TOKENS = ("batch", "window")
+LOGITS = ("batch", "window", "vocab")
+FEATURES = ("batch", "window", "features")
+QUERIES = ("batch", "window", "heads", "head_dim")
+KEYS = ("batch", "window", "kv_heads", "head_dim")  # of a window, as the cache will hold them
+
+_LAYOUT: contextvars.ContextVar = contextvars.ContextVar("layout", default=None)
+
+
+def make_mesh(data: int | None = None, model: int = 1) -> Mesh:
+    """A mesh of ``data * model`` devices.
+
+    Args:
+      data: parts of a batch; None is all devices there are, over ``model``.
+      model: parts of the target's matrices.
+
+    Raises:
+      ValueError: more devices than there are.
+    """
+    model = whole("model", model, 1)
+    count = jax.device_count()
+    data = whole("data", max(count // model, 1) if data is None else data, 1)
+    if data * model > count:
+        raise ValueError(f"data={data}, model={model}: needs {data * model} devices, there are {count}")
+    return jax.make_mesh((data, model), AXES, (AxisType.Auto,) * 2, devices=jax.devices()[: data * model])
+
+
+def check(mesh: Any) -> None:
+    """Refuses what is no mesh of ours.
+
+    Raises:
+      ValueError: other axes, or axes that are not left to the compiler.
+    """
+    if mesh is None:
+        return
+    if not isinstance(mesh, Mesh) or tuple(mesh.axis_names) != AXES or set(mesh.axis_types) != {AxisType.Auto}:
+        raise ValueError(f"mesh={show(mesh)}: must have the automatic axes {AXES}, as specjax.sharding.make_mesh has")
+
+
+def spec(mesh: Mesh, axes: tuple[str, ...], shape: tuple[int, ...], rules: Rules = RULES) -> PartitionSpec:
+    """Where an array of this shape lies; ``axes`` names its last axes, further ones in front are not shared out."""
+    names = [None] * (len(shape) - len(axes)) + [getattr(rules, axis) for axis in axes][-len(shape) or len(axes) :]
+    return PartitionSpec(*(n if n and size % mesh.shape[n] == 0 else None for n, size in zip(names, shape)))
+
+
+def weight_sharding(mesh: Mesh, path: tuple, shape: tuple[int, ...], rules: Rules = RULES) -> NamedSharding:
+    """Where the weight at a path of the parameter tree lies; what `WEIGHTS` does not name is on every device."""
+    axes = WEIGHTS.get(str(getattr(path[-1], "key", "")) if path else "", ())
+    return NamedSharding(mesh, spec(mesh, axes if len(shape) >= len(axes) else (), shape, rules))
+
+
+def place_params(mesh: Mesh, params: PyTree, rules: Rules = RULES) -> PyTree:
+    """Params on a mesh; matrices that cannot be divided evenly are kept whole.
+
+    Args:
+      mesh: see `make_mesh`.
+      params: unrolled or stacked, as `specjax.load` returns them.
+      rules: see `Rules`.
+    """
+    check(mesh)
+    return jax.tree_util.tree_map_with_path(
+        lambda path, leaf: jax.device_put(leaf, weight_sharding(mesh, path, np.shape(leaf), rules)), params
+    )
+
+
+def place(mesh: Mesh, lm: Any, rules: Rules = RULES) -> Any:
+    """A `LanguageModel` on a mesh: weights by the table, cache by rows and key heads, logits by rows and vocabulary.
+
+    Every batch it decodes must have one row, or a number of rows that ``data`` divides.
+
+    Raises:
+      ValueError: a configuration whose heads or MLP the mesh does not divide: the message has the numbers.
+    """
+    check(mesh)
+    refuse(mesh, lm.config, rules)
+    return lm._replace(model=on_mesh(mesh, lm.model, rules), params=place_params(mesh, lm.params, rules))
+
+
+def refuse(mesh: Mesh, config: Any, rules: Rules = RULES) -> None:
+    """Refuses a configuration (or None) of which the mesh cannot share out the layers.
+
+    Raises:
+      ValueError: naming the size, the mesh and what would do.
+    """
+    for axis, name in (("heads", "num_heads"), ("ffn", "intermediate_size")):
+        size, over = getattr(config, name, None), getattr(rules, axis)
+        if size is not None and over is not None and size % mesh.shape[over]:
+            raise ValueError(
+                f"{name}={size} cannot be shared out over {over}={mesh.shape[over]}: give a mesh whose {over} divides "
+                f"it, or Rules({axis}=None) to keep it whole on every device"
+            )
+
+
+def on_mesh(mesh: Mesh, model: Model, rules: Rules = RULES) -> Model:
+    """The model with its cache and what it reads and writes bound to the mesh. Equal arguments give equal models."""
+    layout = Layout(mesh, rules)
+    init_cache, apply = bind(_init_cache, layout, model.init_cache), bind(_apply, layout, model.apply)
+    return model._replace(init_cache=init_cache, apply=apply)
+
+
+def place_drafter(mesh: Mesh, drafter: Drafter) -> Drafter:
+    """A drafter whose weights lie on every device; those that are on the mesh already, such as a target's, stay."""
+    check(mesh)
+    return drafter._replace(params=spread(mesh, drafter.params))
+
+
+def spread(mesh: Mesh | None, tree: PyTree) -> PyTree:
+    """Copies to every device what does not lie on the mesh yet."""
+    if mesh is None:
+        return tree
+    everywhere = NamedSharding(mesh, PartitionSpec())
+
+    def copy(leaf):
+        sharding = getattr(leaf, "sharding", None)
+        there = isinstance(sharding, NamedSharding) and sharding.mesh == mesh
+        return leaf if there else jax.device_put(leaf, everywhere)
+
+    return jax.tree.map(copy, tree)
+
+
+def told(axes: tuple[str, ...], x: Array) -> Array:
+    """x, told where it lies if the model being traced is on a mesh; the hook for a model's inner arrays."""
+    layout = _LAYOUT.get()
+    return x if layout is None else layout.bound(axes, x)
+
+
+@contextlib.contextmanager
+def _active(layout: Layout):
+    token = _LAYOUT.set(layout)
+    try:
+        yield
+    finally:
+        _LAYOUT.reset(token)
+
+
+def _init_cache(layout: Layout, init_cache: Any, batch: int, capacity: int) -> KVCache:
+    axis = layout.rules.batch
+    parts = layout.mesh.shape[axis] if axis else 1
+    if batch > 1 and batch % parts:
+        raise ValueError(
+            f"a batch of {batch} rows cannot be shared out over {axis}={parts}: give a multiple of {parts} prompts "
+            "(or slots), or a mesh with fewer parts of a batch"
+        )
+    return layout.cache(init_cache(batch, capacity))
+
+
+def _apply(
+    layout: Layout, apply: Any, params, tokens, positions, window_mask, cache, *, feature_layers=(), logits_at=None
+) -> ModelOutput:
+    tokens, positions = layout.bound(TOKENS, tokens), layout.bound(TOKENS, positions)
+    with _active(layout):
+        out = apply(params, tokens, positions, window_mask, cache, feature_layers=feature_layers, logits_at=logits_at)
+    now: Any = None if out.cache is None else layout.cache(out.cache)
+    return ModelOutput(layout.bound(LOGITS, out.logits), layout.bound(FEATURES, out.features), now)

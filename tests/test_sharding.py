@@ -1,0 +1,117 @@
+"""Decoding on a mesh: the same text, with weights and cache really in parts and no logits gathered."""
+
+import dataclasses
+import functools
+import re
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import PartitionSpec
+
+import specjax
+from specjax import LanguageModel, drafters, loop, request, sharding
+from specjax.models import llama
+from specjax.models.config import LlamaConfig
+from specjax.models.nnx import from_nnx
+from tests.models.tiny import write_directory
+
+WHOLE = [(1, 1), (8, 1)]  # meshes on which the target is whole
+CONFIG = LlamaConfig(64, 32, 64, 2, 8, 4, max_position_embeddings=256)
+PROMPTS = [[1 + row, 5, 1 + row, 5, 9, 1 + row] for row in range(8)]
+BUDGET, DRAFTS = 12, 3
+
+
+@functools.cache
+def alone() -> LanguageModel:
+    model, params = from_nnx(llama.Llama(CONFIG, rngs=nnx.Rngs(3)))
+    return LanguageModel(model, jax.tree.map(lambda x: 8 * x if x.ndim > 1 else x, params), config=CONFIG)
+
+
+def options():
+    return {"drafter": drafters.ngram(DRAFTS, min_ngram=1), "max_new_tokens": BUDGET, "prefill_chunk": 8}
+
+
+@functools.cache
+def text():
+    return specjax.generate(alone(), PROMPTS, **options()).tokens
+
+
+def parts(x):
+    return {shard.data.shape for shard in x.addressable_shards}
+
+
+def collectives(program: str) -> list[tuple[str, int]]:
+    """Kind and elements of the result (its largest part) of each collective of a compiled program."""
+    lines = re.findall(r"= (.*?) (all-gather|all-reduce|all-to-all|collective-permute)(?:-start)?\(", program)
+    return [(kind, max(map(elements, re.findall(r"\[([\d,]*)\]", result)))) for result, kind in lines]
+
+
+def elements(shape: str) -> int:
+    return int(np.prod([int(n) for n in shape.split(",") if n]))
+
+
+@pytest.mark.parametrize("data, model", [(1, 8), (2, 4), *(pytest.param(*m, marks=pytest.mark.full) for m in WHOLE)])
+def test_a_mesh_says_the_same_with_weights_and_cache_in_parts(data, model):
+    """Cases 139-146. Four key heads: over eight shards the cache is whole on each."""
+    lm = sharding.place(sharding.make_mesh(data, model), alone())
+    layer = lm.params["layers"][0]
+    assert parts(layer["qkv"]) == {(32, 64 // model)} and parts(layer["o"]) == {(32 // model, 32)}
+    assert parts(layer["gate_up"]) == {(32, 128 // model)} and parts(layer["down"]) == {(64 // model, 32)}
+    assert parts(lm.params["head"]) == parts(lm.params["embedding"]) == {(32, 64 // model)}
+    out = specjax.generate(lm, PROMPTS, **options())
+    assert out.tokens == text() and out.stats.tau > 1
+
+    made = request.make(lm, PROMPTS, **options())
+    state = loop.start(made.program.prefill(), made.weights, made.text, made.keys, made.limits, chunk=8)
+    heads = 4 // model if 4 % model == 0 else 4
+    assert parts(state.cache.k[0]) == {(8 // data, heads, 256, 4)}
+    lowered = loop.decode.lower(made.program, made.weights, state, made.sampling, made.limits)
+    found = collectives(lowered.compile().as_text())
+    assert bool(found) == (data * model > 1)
+    # What the vocabulary's shards would gather, or, where they are whole, the rows'; and one layer of the cache.
+    logits, layer = 8 // (data if model > 1 else 1) * (1 + DRAFTS) * 64, 8 // data * heads * 256 * 4
+    assert all(size < min(logits, layer) for _, size in found)
+
+
+@pytest.mark.parametrize("scan_layers", [False, True])
+def test_loading_onto_a_mesh_puts_each_matrix_in_parts(tmp_path, scan_layers):
+    """Case 139: straight to where they stay, stacked layers too."""
+    directory = write_directory(tmp_path / "tiny")
+    mesh = sharding.make_mesh(2, 2)
+    lm, whole = (specjax.load(directory, scan_layers=scan_layers, mesh=m) for m in (mesh, None))
+    layer = lm.params["layers"] if scan_layers else lm.params["layers"][1]
+    front = (2,) if scan_layers else ()
+    assert parts(layer["down"]) == {(*front, 14, 20)} and parts(lm.params["head"]) == {(20, 20)}
+    assert lm.model == sharding.on_mesh(mesh, whole.model)
+    for ours, theirs in zip(jax.tree.leaves(lm.params), jax.tree.leaves(whole.params), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+def test_what_a_mesh_does_not_divide_is_whole_or_refused_with_the_numbers():
+    mesh = sharding.make_mesh(2, 4)
+    assert sharding.spec(mesh, ("hidden", "vocab"), (32, 63)) == PartitionSpec(None, None)
+    assert sharding.spec(mesh, sharding.CACHE, (8, 2, 64, 4)) == PartitionSpec("data", None, None, None)
+    assert sharding.spec(mesh, sharding.CACHE, (2, 8, 4, 64, 4)) == PartitionSpec(None, "data", "model", None, None)
+    assert sharding.spec(mesh, ("hidden", "vocab"), (32, 64), sharding.Rules(vocab=None)) == PartitionSpec(None, None)
+    for changes, words in (
+        ({"num_heads": 6, "num_kv_heads": 2}, "num_heads=6 .* model=4"),
+        ({"intermediate_size": 30}, "intermediate_size=30 .* model=4"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            sharding.place(mesh, alone()._replace(config=dataclasses.replace(CONFIG, **changes)))
+    with pytest.raises(ValueError, match="a batch of 3 rows cannot be shared out over data=2: give a multiple of 2"):
+        sharding.place(mesh, alone()).model.init_cache(3, 64)
+    with pytest.raises(ValueError, match="mesh='x': must have the automatic axes"):
+        specjax.load("smollm2-135m-instruct", mesh="x")
+
+
+def test_a_drafters_weights_lie_on_every_device_and_a_targets_stay():
+    mesh = sharding.make_mesh(2, 4)
+    lm = sharding.place(mesh, alone())
+    drafter = drafters.model(alone(), lm, 2)
+    assert all(x.is_fully_replicated for x in jax.tree.leaves(sharding.place_drafter(mesh, drafter).params))
+    own = drafters.model(lm, lm, 2)
+    kept = sharding.place_drafter(mesh, own).params
+    assert all(a is b for a, b in zip(jax.tree.leaves(kept), jax.tree.leaves(own.params), strict=True))
