@@ -6,7 +6,8 @@
 Programs are compiled ahead of time from shapes alone, in bfloat16. Needs libtpu: pip install '.[tpu]'. Nothing is
 measured. The modelled time of a pass is the largest of three: FLOPs of the compiled program, bytes that must be read
 (weights and the whole cache, once) and bytes of collectives, each over the chip's published ceiling. The compiler
-counts a loop's body once, so one and two unrolled layers are compiled and the line between them is extended to all layers.
+counts a loop's body once, so one and two unrolled layers are compiled and the line between them is extended
+to all layers.
 A round is verified behind a lookup (n-gram) chain of K; a draft model costs K of its own plain steps. Collectives are
 charged by size, without the latency of each: with small batches on many chips real steps are slower than modelled.
 """
@@ -176,7 +177,8 @@ def extended(one: Cost, two: Cost, layers: int) -> Cost:
         return a + max(b - a, 0) * (layers - 1)
 
     kinds = {kind: line(one.collectives.get(kind, 0), size) for kind, size in two.collectives.items()}
-    return Cost(*map(line, one[:2], two[:2]), kinds, *map(line, one[3:], two[3:]))
+    flops, read = line(one.flops, two.flops), line(one.bytes, two.bytes)
+    return Cost(flops, read, kinds, line(one.memory, two.memory), line(one.aliased, two.aliased))
 
 
 def cost(mesh: Mesh, config: LlamaConfig, *, k: int, batch: int, prefill: bool = False) -> Cost:
@@ -185,7 +187,7 @@ def cost(mesh: Mesh, config: LlamaConfig, *, k: int, batch: int, prefill: bool =
     for layers in (1, 2):
         programs = Programs(mesh, dataclasses.replace(config, num_layers=layers), k=k, batch=batch)
         costs.append(cost_of(programs.prefill() if prefill else programs.round()))
-    return extended(*costs, config.num_layers)
+    return extended(costs[0], costs[1], config.num_layers)
 
 
 def describe(name: str, cost: Cost, chip: Chip) -> None:
@@ -236,7 +238,8 @@ def main(argv=None):
         gain = theory.speed_up(args.alpha, k, draft_cost=c, verify_cost=v)
         stops = batch if gain <= 1 and stops is None else stops
         print(f"  verify({k + 1})/plain {v:.2f}, draft/plain {c:.3f}: speed-up {gain:.2f} at alpha {args.alpha}")
-    print("at none of these batches does speculation stop paying" if stops is None else f"speculation stops paying at batch {stops}")
+    at = "stops paying at none of these batches" if stops is None else f"stops paying at batch {stops}"
+    print(f"speculation {at}")
 
 
 if __name__ == "__main__":
