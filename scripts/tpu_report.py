@@ -178,7 +178,8 @@ def extended(one: Cost, two: Cost, layers: int) -> Cost:
 
     kinds = {kind: line(one.collectives.get(kind, 0), size) for kind, size in two.collectives.items()}
     flops, read = line(one.flops, two.flops), line(one.bytes, two.bytes)
-    return Cost(flops, read, kinds, line(one.memory, two.memory), line(one.aliased, two.aliased))
+    beside = max(one.memory - one.bytes, two.memory - two.bytes)  # temporaries do not grow with depth
+    return Cost(flops, read, kinds, read + max(beside, 0), line(one.aliased, two.aliased))
 
 
 def cost(mesh: Mesh, config: LlamaConfig, *, k: int, batch: int, prefill: bool = False) -> Cost:
