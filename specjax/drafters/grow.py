@@ -3,6 +3,7 @@
 The shape is a function of the context, the arrays are static. Nodes are top choices, hence point masses.
 """
 
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -29,7 +30,7 @@ class _Grown(NamedTuple):
 
 
 def best_first(
-    root: Candidates, expand: Callable[[Array, Array, Array], Candidates], num_nodes: int
+    root: Candidates, expand: Callable[[Array, Array, Array], Candidates], num_nodes: int, min_logp: float = -math.inf
 ) -> tuple[Array, Array, Array]:
     """Grows a tree of ``num_nodes`` nodes.
 
@@ -38,6 +39,7 @@ def best_first(
       expand: ``(index [], tokens [B, N], parents [B, N]) -> Candidates [B, C]`` below node ``index``, the one that was
         just added to every row.
       num_nodes: N, static.
+      min_logp: nodes whose path has less are not valid; they come last.
 
     Returns:
       tokens [B, N], parents [B, N] (parents before children, siblings in falling probability), valid [B, N].
@@ -57,7 +59,7 @@ def best_first(
         tree = tree._replace(
             tokens=tree.tokens.at[:, index].set(tree.ids[rows, best]),
             parents=tree.parents.at[:, index].set(best // size - 1),
-            valid=tree.valid.at[:, index].set(score > -jnp.inf),
+            valid=tree.valid.at[:, index].set((score > -jnp.inf) & (score >= min_logp)),
             open=tree.open.at[rows, best].set(-jnp.inf),
         )
         below = expand(index, tree.tokens, tree.parents)

@@ -7,6 +7,7 @@ distilled from the target's own text fill in what the row has not seen; and what
 occurred before (Saxena, Prompt Lookup Decoding, 2023) is mixed in. No network is run to draft.
 """
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -36,12 +37,14 @@ class Settings(NamedTuple):
     vocab_size: int
     candidates: int
     copy_weights: tuple[float, ...]
+    min_prob: float
 
 
 def recycling(
     vocab_size: int | LanguageModel, num_draft_tokens: int = 7, tables: Tables | None = None, *, candidates: int = 4,
-    copy_weights: Sequence[float] = (0.0, 0.0, 0.3, 0.7, 0.7), read_prompts: bool | None = None,
-) -> Drafter:
+    copy_weights: Sequence[float] = (0.0, 0.0, 0.3, 0.7, 0.7), min_prob: float = 0.0,
+    read_prompts: bool | None = None,
+) -> Drafter:  # fmt: skip
     """Grows a tree of the likeliest continuations under laws the target was seen to have.
 
     The law of a node is that of the two tokens before it in the row's own table, else in ``tables``, else that of the
@@ -56,6 +59,9 @@ def recycling(
       candidates: next tokens kept per context.
       copy_weights: weight of the copied token by the number of tokens that matched, 0 .. 4; the looked-up law gets
         the rest. All 0: nothing is copied.
+      min_prob: nodes that are less likely to be reached, in the drafter's own eyes, are left out, and the target reads
+        a narrower window where few are left. Each width is a program of its own. 0: the tree always has N nodes, if
+        there are so many.
       read_prompts: learn what the target would have said after every token of the prompt, for which its head has to
         run over the whole prompt. None: only without tables, which make up for nearly all of it.
 
@@ -86,13 +92,16 @@ def recycling(
         check_table("tables", 2, tables.bigram, vocab_size)
     if read_prompts not in (None, True, False):
         raise ValueError(f"read_prompts={show(read_prompts)}: give True, False, or None for the default")
-    settings = Settings(vocab_size, candidates, weights)
+    if isinstance(min_prob, bool) or not isinstance(min_prob, (int, float)) or not 0 <= min_prob < 1:
+        raise ValueError(f"min_prob={show(min_prob)}: must be a number from 0 to below 1; 0.05 is usual")
+    settings = Settings(vocab_size, candidates, weights, float(min_prob))
     return Drafter(
         params=() if tables is None else (jnp.asarray(tables.unigram), jnp.asarray(tables.bigram)),
         init=bind(_init, settings),
         observe=bind(_observe, settings),
         draft=bind(_draft, settings),
         num_draft_tokens=num_draft_tokens,
+        widths=tuple(sorted({1, num_draft_tokens // 2} - {0, num_draft_tokens})) if min_prob else (),
         window_top=candidates,
         prompt_window=tables is None if read_prompts is None else bool(read_prompts),
         vocab_size=vocab_size,
@@ -158,7 +167,8 @@ def _draft(
             at = above[rows, at]
         return below(jnp.stack(context[::-1], axis=1))
 
-    tokens, parents, valid = best_first(below(tail), expand, n)
+    least = math.log(settings.min_prob) if settings.min_prob else -math.inf
+    tokens, parents, valid = best_first(below(tail), expand, n, least)
     return Proposal(tokens, None, parents, valid), state
 
 

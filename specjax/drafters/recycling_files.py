@@ -19,6 +19,7 @@ class RecyclingConfig(NamedTuple):
     num_draft_tokens: int = 7
     candidates: int = 4
     copy_weights: tuple[float, ...] = (0.0, 0.0, 0.3, 0.7, 0.7)
+    min_prob: float = 0.0
 
 
 def recognises(path: pathlib.Path) -> bool:
