@@ -18,7 +18,10 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from distill_options import HEADS, HELD_OUT, parse
+
+from specjax.models.identity import fingerprint
 
 
 def main() -> None:
@@ -36,20 +39,43 @@ def work(args) -> None:
     import specjax
     from specjax.models.fetch import cache_dir
     from specjax.train.data import read_corpus
+    from specjax.train.settings import checked
 
     progress_bar()  # is it installed? Better now than after an hour.
     jax.config.update("jax_compilation_cache_dir", str(cache_dir() / "jax"))
     target = specjax.load(args.target, dtype=args.dtype)
-    more = [read_corpus(path) for path in args.more_corpora]
+    more = [same_target(read_corpus(path), target) for path in args.more_corpora]
+    if args.eval_prompts:
+        held_out(args, target, more)  # a broken line is better found now
+    if args.student != "tables":
+        checked(settings(args, args.steps or 2))
     if args.dry_run:
         say(plan(args, target, more))
         return
+    check_drafter(args)
     corpora = [write(args, target), *more]
     if args.student == "tables":
         save_tables(args, target, corpora)
     else:
         train(args, target, corpora)
     worth(args, target, corpora)
+
+
+def same_target(corpus, target):
+    """Text of another target has another's laws."""
+    if corpus.manifest["target"] != fingerprint(target):
+        raise ValueError(f"--more-corpora {corpus.directory} was written by another target: leave it out")
+    return corpus
+
+
+def check_drafter(args) -> None:
+    """A directory keeps to one kind of student."""
+    noted = args.out / "student.json"
+    before = json.loads(noted.read_text())["student"] if noted.exists() else args.student
+    if before != args.student:
+        raise ValueError(f"--out {args.out} holds a run of --student {before}: choose another directory")
+    args.out.mkdir(parents=True, exist_ok=True)
+    noted.write_text(json.dumps({"student": args.student}))
 
 
 def say(text: str) -> None:
@@ -141,7 +167,6 @@ def settings(args, steps: int):
 
 
 def train(args, target, corpora) -> None:
-    from specjax.models.identity import fingerprint
     from specjax.train import draft_lm, mesh, packing
     from specjax.train.trainer import fit
 
@@ -160,6 +185,7 @@ def train(args, target, corpora) -> None:
     fitted = fit(
         made.loss, made.params, batches.at, settings(args, steps), given=given, directory=args.out / "training",
         identity={"target": fingerprint(target), "student": repr(named(made.config)), "texts": packed.texts,
+                  "rows": [args.batch, args.width],
                   "loss": [args.loss, args.depth, args.decay, args.anchors], "on_policy": args.on_policy},
         mesh=devices, rewrite=rewrite, evaluate=judge(args, target, corpora, made), tensorboard=args.tensorboard,
     )  # fmt: skip
@@ -199,11 +225,13 @@ def judge(args, target, corpora, made: Student):
 
 
 def save_student(args, target, made: Student, params) -> None:
-    from specjax.drafters.checkpoint import save_drafter
+    from specjax.drafters.checkpoint import MADE_FOR, save_drafter
     from specjax.models import save
 
     if args.student == "draft-lm":
         save(args.out / "drafter", made.config._replace(params=params), overwrite=True)
+        facts = {"name": args.target, "fingerprint": fingerprint(target)}
+        (args.out / "drafter" / MADE_FOR).write_text(json.dumps(facts), encoding="utf-8")
         return
     own = "orbax" if args.student == "eagle1" else "speculators"
     save_drafter(
@@ -324,7 +352,7 @@ def sketch(args, target):
     config = config_for(
         HEADS[args.student], target, draft_vocab_size=args.draft_vocab, num_draft_tokens=args.num_draft_tokens
     )
-    return params_for(config, target, ids=jnp.arange(args.draft_vocab or 1), own_head=not args.target_head)
+    return params_for(config, target, ids=np.arange(args.draft_vocab or 1), own_head=not args.target_head)
 
 
 def clock(seconds: float) -> str:

@@ -18,6 +18,7 @@ HELD_OUT = [
 ]
 HEADS = {"medusa": "medusa", "eagle1": "eagle1", "eagle3": "eagle", "mtp": "mtp", "dflash": "dflash"}
 STUDENTS = ("tables", "draft-lm", *HEADS)
+LOSSES = ("forward_kl", "reverse_kl", "js", "tv", "nla", "hybrid", "cross_entropy")
 REDUCED = ("eagle3", "dflash")  # that can draft from a part of the vocabulary
 
 
@@ -74,7 +75,7 @@ def parser() -> argparse.ArgumentParser:
     train.add_argument("--ema", type=float, default=0.0, help="decay of averaged weights, 0: none")
     train.add_argument("--compute", default="float32", choices=["float32", "bfloat16"], help="the student's products")
     train.add_argument("--remat", action="store_true", help="keep fewer activations, compute them again")
-    train.add_argument("--loss", default="forward_kl", help="see specjax.train.losses")
+    train.add_argument("--loss", default="forward_kl", choices=LOSSES, help="see specjax.train.losses")
     train.add_argument("--depth", type=int, help="draft tokens ahead that are trained; default all, or 3")
     train.add_argument("--decay", type=float, default=0.8, help="weight of each further depth")
     train.add_argument("--anchors", type=int, default=32, help="dflash: blocks per row and step")
@@ -190,7 +191,10 @@ def refusals(args: argparse.Namespace) -> list[tuple[Any, str]]:
           maximum.items()),
         (args.prompts and args.text, "--prompts and --text exclude each other"),
         (args.out is not None and args.out.exists() and not args.out.is_dir(), f"--out: {args.out} is a file"),
-        (not args.epochs > 0, f"--epochs must be above 0, not {args.epochs}"),
+        (not 0 < args.epochs < 1e6, f"--epochs must be above 0, below a million, not {args.epochs}"),
+        (args.seed >= 2**31, f"--seed must be below 2**31, not {args.seed}"),
+        (args.candidates > 8, f"--candidates is at most 8, what the text keeps, not {args.candidates}"),
+        (args.num_draft_tokens > 256, f"--num-draft-tokens is at most 256, not {args.num_draft_tokens}"),
         (not args.megabytes > 0, f"--megabytes must be above 0, not {args.megabytes}"),
         (not 0 < args.learning_rate < 1, f"--learning-rate must be between 0 and 1, not {args.learning_rate}"),
         (not 0 < args.decay <= 1, f"--decay must be above 0, up to 1, not {args.decay}"),

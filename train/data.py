@@ -206,7 +206,7 @@ def _same(directory: pathlib.Path, manifest: dict[str, Any]) -> Corpus:
         return Corpus(directory, manifest, 0)
     old = _manifest(path)
     wrong = [name for name in manifest if old.get(name) != manifest[name]]
-    if wrong:
+    if wrong and _shards(directory):  # nothing was written yet: nothing is lost
         pairs = [f"{name} {show(old.get(name), 200)} there, {show(manifest[name], 200)} now" for name in wrong]
         raise ValueError(f"{directory} was written with other settings: {'; '.join(pairs)}. Choose another directory")
     return Corpus(directory, manifest, _shards(directory))
