@@ -17,7 +17,7 @@ import sys
 
 def text(args: argparse.Namespace) -> None:
     import jax
-    from distill_draft import source
+    from distill_plan import source
 
     import specjax
     from specjax.models.fetch import cache_dir

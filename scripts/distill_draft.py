@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from distill_options import HEADS, HELD_OUT, parse
+from distill_plan import plan, size, source
 
 from specjax.models.identity import fingerprint
 
@@ -33,6 +33,10 @@ def main() -> None:
         sys.exit(130)
     except (ValueError, OSError) as error:
         sys.exit(f"{type(error).__name__}: {error}")
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        sys.exit("out of memory: lower --batch or --width, or raise --accumulate (--rows, while text is written)")
 
 
 def work(args) -> None:
@@ -90,14 +94,6 @@ def progress_bar() -> None:
 
 
 # --- text
-
-
-def source(args):
-    from specjax.train import sources
-
-    if args.prompts:
-        return sources.Prompts(str(args.prompts))
-    return sources.Text(str(args.text)) if args.text else sources.SelfSynthesis()
 
 
 def write(args, target):
@@ -294,71 +290,6 @@ def worth(args, target, corpora) -> None:
 def progress(text: str) -> None:
     if sys.stderr.isatty():
         print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
-
-
-# --- before anything is done
-
-
-def size(params) -> int:
-    return sum(int(leaf.size) for leaf in jax.tree.leaves(params))
-
-
-def rate() -> float:
-    """Floating-point operations per second of this machine's matrix product, measured."""
-    n = 2048
-    x = jnp.ones((n, n), jnp.bfloat16)
-    product = jax.jit(lambda a, b: jnp.matmul(a, b, preferred_element_type=jnp.float32))
-    product(x, x).block_until_ready()
-    began = time.perf_counter()
-    product(x, x).block_until_ready()
-    return 2 * n**3 / (time.perf_counter() - began)
-
-
-def plan(args, target, more) -> str:
-    """Sizes, steps, memory and time, without doing any of it."""
-    speed, weights = rate(), size(target.params)
-    have = sum(corpus.manifest.get("complete", {}).get("tokens", 0) for corpus in more)
-    lines = [
-        f"target: {args.target}, {weights:,} weights; bfloat16 products run at {speed / 1e9:.0f} GFLOP/s here",
-        f"text: {args.tokens:,} tokens from {type(source(args)).__name__} into {args.corpus}, at most "
-        f"{args.tokens * 34 / 1e6:.0f} MB, {clock(2 * weights * args.tokens / speed)} or more; "
-        f"{have:,} tokens of earlier runs",
-    ]  # fmt: skip
-    if args.student == "tables":
-        return "\n".join([*lines, f"tables: up to {args.megabytes:g} MB, {args.candidates} candidates per context"])
-    # Nothing is read for this: a vocabulary of the right size will do.
-    shapes = jax.eval_shape(lambda: sketch(args, target))
-    count, vocab = size(shapes), args.draft_vocab or target.model.vocab_size
-    steps = args.steps or max(1, math.ceil(args.epochs * (args.tokens + have) / (args.batch * args.width)))
-    tokens = args.batch * args.width
-    part = tokens // args.accumulate
-    needed = 16 * count + sum(leaf.nbytes for leaf in jax.tree.leaves(target.params))
-    needed += part * 4 * (2 * target.model.vocab_size + 3 * vocab)
-    work = 2 * weights * tokens + 6 * count * tokens * (args.depth or 3)
-    lines += [
-        f"{args.student}: {count:,} weights, {steps:,} steps of {args.batch} x {args.width} tokens",
-        f"memory: about {needed / 1e9:.1f} GB (weights, gradients, optimiser, logits of one part)",
-        f"training: {clock(steps * work / speed)} or more, at the speed of a large matrix product",
-    ]
-    return "\n".join(lines)
-
-
-def sketch(args, target):
-    from specjax.train import draft_lm
-    from specjax.train.initial import config_for, params_for
-
-    if args.student == "draft-lm":
-        return draft_lm.prune(target, args.layers).params
-    config = config_for(
-        HEADS[args.student], target, draft_vocab_size=args.draft_vocab, num_draft_tokens=args.num_draft_tokens
-    )
-    return params_for(config, target, ids=np.arange(args.draft_vocab or 1), own_head=not args.target_head)
-
-
-def clock(seconds: float) -> str:
-    if seconds < 120:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ def script():
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(ROOT / "scripts"))
         yield importlib.import_module("distill_draft")
-    for name in ("distill_draft", "distill_options"):
+    for name in ("distill_draft", "distill_options", "distill_plan"):
         sys.modules.pop(name)
 
 
@@ -126,6 +126,22 @@ def test_tables_go_from_text_to_a_drafter_and_the_same_command_goes_on(script, t
     before = [path.stat().st_mtime_ns for path in shards]
     run(script, monkeypatch, line)
     assert before == [path.stat().st_mtime_ns for path in shards]
+
+
+def test_a_dry_run_of_every_student_writes_nothing(script, text, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(importlib.import_module("distill_plan"), "rate", lambda: 1e9)
+    for student in ("eagle1", "eagle3", "medusa", "mtp", "dflash", "draft-lm"):
+        reduced = " --draft-vocab 40" if student in ("eagle3", "dflash") else " --layers 1" if "lm" in student else ""
+        run(script, monkeypatch, small(text, tmp_path / "run") + f"--student {student} --dry-run{reduced}")
+        assert f"{student}: " in capsys.readouterr().out and not (tmp_path / "run").exists()
+
+
+def test_a_directory_keeps_to_one_student(script, text, tmp_path, monkeypatch):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "student.json").write_text('{"student": "mtp"}')
+    with pytest.raises(SystemExit, match="holds a run of --student mtp"):
+        run(script, monkeypatch, small(text, tmp_path / "run") + "--student tables")
+    assert not (tmp_path / "run" / "corpus").exists()
 
 
 @pytest.mark.full
