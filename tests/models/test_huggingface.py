@@ -301,6 +301,17 @@ def test_a_tensor_that_the_index_promises_must_be_there(tmp_path):
         SafetensorsFiles(tmp_path)
 
 
+@pytest.mark.parametrize("name", [7, "../model-00001-of-00002.safetensors", ""])
+def test_an_index_names_files_beside_it(tmp_path, name):
+    tiny.write_directory(tmp_path, files=2)
+    index = tmp_path / "model.safetensors.index.json"
+    content = json.loads(index.read_text())
+    content["weight_map"]["model.extra"] = name
+    index.write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=r"model\.extra.*not the name of a file beside it"):
+        SafetensorsFiles(tmp_path)
+
+
 def test_a_tensor_in_two_files_is_refused(tmp_path):
     weights = tiny.tensors()
     tiny.write_directory(tmp_path, weights, files=2)
