@@ -33,7 +33,7 @@ class SafetensorsFiles:
         index = path / "model.safetensors.index.json"
         promised: dict[str, str] = read_json(index).get("weight_map", {}) if index.exists() else {}
         for tensor, name in promised.items():
-            if not isinstance(name, str) or pathlib.PurePath(name).name != name:
+            if not isinstance(name, str) or not name or pathlib.PurePath(name).name != name:
                 raise ValueError(f"{index}: weight_map[{tensor!r}] is {name!r}, not the name of a file beside it")
         names = sorted(set(promised.values())) if index.exists() else ["model.safetensors"]
         missing = [name for name in names if not (path / name).exists()]
