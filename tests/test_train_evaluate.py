@@ -57,10 +57,11 @@ def test_texts_that_part_from_the_plain_ones_are_counted(monkeypatch):
     assert [row.same for row in found] == [2, None]
 
 
-def test_evaluations_after_the_first_compile_nothing(first):
+def test_evaluations_after_the_first_compile_nothing():
     """Weights are arguments: another step of training is another drafter of the same program."""
     other = close()._replace(params={name: -leaf for name, leaf in close().params.items()})
     trained = drafters.model(other, target(), 3)
+    first = evaluate(target(), draft_source("close", 3), PROMPT_SET, **HOW)  # here: programs are dropped between tests
     COMPILED.clear()
     (row,) = evaluate(target(), trained, PROMPT_SET, **HOW)
     assert not COMPILED and row.same == 3 and row.tau != first[0].tau

@@ -243,7 +243,7 @@ def test_a_saved_draft_model_is_a_drafter(tmp_path):
     drafter = specjax.load_drafter(tmp_path / "draft", target(), num_draft_tokens=2)
     jax.tree.map(np.testing.assert_array_equal, drafter.params, draft.params)
     assert drafter == specjax.drafters.model(draft, target(), 2)._replace(params=drafter.params)
-    with pytest.raises(ValueError, match="is a whole model, which reads none"):
+    with pytest.raises(ValueError, match="holds no head, it reads none"):
         specjax.load_drafter(tmp_path / "draft", target(), feature_layers=(1,))
 
 
