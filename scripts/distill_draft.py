@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from distill_options import HEADS, HELD_OUT, parse
-from distill_plan import plan, size, source
+from distill_plan import foresee, plan, size, source
 
 from specjax.models.identity import fingerprint
 
@@ -53,6 +53,7 @@ def work(args) -> None:
         held_out(args, target, more)  # a broken line is better found now
     if args.student != "tables":
         checked(settings(args, args.steps or 2))
+    foresee(args, target)
     if args.dry_run:
         say(plan(args, target, more))
         return

@@ -1,5 +1,6 @@
 """What distill_draft.py would do, before any of it is done: sizes, steps, memory and time."""
 
+import importlib.util
 import math
 import time
 
@@ -7,6 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from distill_options import HEADS
+
+from specjax.sharding import make_mesh
 
 
 def source(args):
@@ -74,6 +77,34 @@ def sketch(args, target):
         HEADS[args.student], target, draft_vocab_size=args.draft_vocab, num_draft_tokens=args.num_draft_tokens
     )
     return params_for(config, target, ids=np.arange(args.draft_vocab or 1), own_head=not args.target_head)
+
+
+def foresee(args, target) -> None:
+    """Refuses what would fail only after hours of writing text.
+
+    Raises:
+      ValueError: layers, a vocabulary, devices or a length that do not fit; a library that is missing.
+    """
+    context = target.model.context_length
+    if context is not None:
+        for name, value in (("slots", args.slots), ("max-new-tokens", args.max_new_tokens)):
+            if value > context:
+                raise ValueError(f"--{name} {value}: {args.target} reads {context} tokens at most")
+    if args.student == "tables":
+        return
+    if args.draft_vocab > target.model.vocab_size:
+        raise ValueError(f"--draft-vocab {args.draft_vocab}: the target has {target.model.vocab_size} tokens; 0 is all")
+    jax.eval_shape(lambda: sketch(args, target))
+    if args.mesh:
+        data, model = map(int, args.mesh.split(","))
+        make_mesh(data, model)
+        if args.batch % (args.accumulate * data):
+            raise ValueError(
+                f"--batch {args.batch} must be a multiple of --accumulate {args.accumulate} times {data}, the devices "
+                f"that --mesh {args.mesh} shares it out over"
+            )
+    if args.tensorboard and importlib.util.find_spec("tensorboardX") is None:
+        raise ValueError("--tensorboard needs tensorboardX: pip install tensorboardX")
 
 
 def clock(seconds: float) -> str:

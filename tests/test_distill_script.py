@@ -136,6 +136,23 @@ def test_a_dry_run_of_every_student_writes_nothing(script, text, tmp_path, monke
         assert f"{student}: " in capsys.readouterr().out and not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ("--student draft-lm --layers 99", "layers=99: the target has"),
+        ("--student eagle3 --draft-vocab 9999", "--draft-vocab 9999: .* tokens; 0 is all"),
+        ("--student mtp --mesh 64,2", "needs 128 devices"),
+        ("--student mtp --mesh 8,1 --batch 4", "--batch 4 must be a multiple of --accumulate 1 times 8"),
+        ("--student mtp --max-new-tokens 9999999", "--max-new-tokens 9999999: .* at most"),
+        ("--student tables --slots 9999999", "--slots 9999999: .* at most"),
+    ],
+)
+def test_what_cannot_work_is_refused_before_text_is_written(script, text, tmp_path, monkeypatch, options, words):
+    with pytest.raises(SystemExit, match=words):
+        run(script, monkeypatch, small(text, tmp_path / "run") + options)
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_directory_keeps_to_one_student(script, text, tmp_path, monkeypatch):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "student.json").write_text('{"student": "mtp"}')

@@ -91,6 +91,10 @@ def test_a_damaged_directory_is_named(tmp_path):
     (tmp_path / "run.json").write_text("{")
     with pytest.raises(ValueError, match=r"run.json is damaged"):
         fit(tmp_path, run)
+    (tmp_path / "run.json").unlink()
+    with pytest.raises(ValueError, match=r"has checkpoints but no run.json .*: give another directory, or delete"):
+        fit(tmp_path, run)
+    assert not (tmp_path / "run.json").exists()
 
 
 def test_a_loss_that_is_not_finite_ends_the_run_at_its_step(tmp_path):

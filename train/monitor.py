@@ -34,7 +34,9 @@ def read(path: str | os.PathLike) -> list[dict[str, Any]]:
         except (ValueError, TypeError, KeyError) as error:
             if number == len(lines):  # no line feed: the writer was stopped in the middle
                 break
-            raise ValueError(f"{path}, line {number}: not a line of metrics ({error})") from error
+            raise ValueError(
+                f"{path}, line {number}: not a line of metrics ({error}); delete that line to go on without it"
+            ) from error
         found.append(row)
     return found
 

@@ -58,6 +58,11 @@ class Run:
         file = self.path / "run.json"
         identity = json.loads(json.dumps(identity))
         if not file.exists():
+            if any((self.path / "checkpoints").glob("*")):
+                raise ValueError(
+                    f"{self.path} has checkpoints but no run.json that says of which run: give another directory, or "
+                    "delete checkpoints/ to begin anew"
+                )
             part = file.with_name("run.json.part")
             part.write_text(json.dumps(identity, indent=1), encoding="utf-8")
             os.replace(part, file)

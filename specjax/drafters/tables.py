@@ -83,6 +83,11 @@ def load_tables(path: str | os.PathLike) -> Tables:
     tables = Tables(values["unigram"], values["bigram"], *sizes)
     for order, table in ((1, tables.unigram), (2, tables.bigram)):
         check_table(where, order, table, tables.vocab_size)
+        largest = int(table[..., : (order + table.shape[-1]) // 2].max())  # of contexts and candidates
+        if largest >= tables.vocab_size:
+            raise ValueError(
+                f"{where}: damaged, token {largest} of a vocabulary of {tables.vocab_size}; build them anew"
+            )
     return tables
 
 

@@ -193,6 +193,9 @@ def test_files_that_are_no_tables_are_refused_by_name(tmp_path):
     np.savez(tmp_path / "flat.npz", format=1, **tables._replace(unigram=np.zeros(3))._asdict())
     with pytest.raises(ValueError, match=r"flat\.npz'.*1-token contexts has shape \(3,\)"):
         load_tables(tmp_path / "flat.npz")
+    np.savez(tmp_path / "smaller.npz", format=1, **tables._replace(vocab_size=3)._asdict())
+    with pytest.raises(ValueError, match=r"smaller\.npz': damaged, token \d+ of a vocabulary of 3"):
+        load_tables(tmp_path / "smaller.npz")
     with pytest.raises(FileNotFoundError, match=r"nothing\.npz': no such file"):
         load_tables(tmp_path / "nothing.npz")
     with pytest.raises(ValueError, match="is a directory"):
