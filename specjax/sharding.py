@@ -66,6 +66,7 @@ WEIGHTS = {
     "embedding": ("hidden", "vocab"), "head": ("hidden", "vocab"),
     "qkv": ("hidden", "heads"), "o": ("heads", "hidden"),
     "gate_up": ("hidden", "ffn"), "down": ("ffn", "hidden"),
+    "qkv_scale": ("heads",), "o_scale": ("hidden",), "gate_up_scale": ("ffn",), "down_scale": ("hidden",),  # of int8
 }  # fmt: skip
 CACHE = ("batch", "kv_heads", "slots", "head_dim")
 TOKENS = ("batch", "window")

@@ -16,7 +16,7 @@ import numpy as np
 from flax import nnx
 
 from specjax.generate import generate
-from specjax.models import llama
+from specjax.models import int8, llama
 from specjax.models.config import LlamaConfig
 from specjax.models.language_model import LanguageModel, checked
 from specjax.models.nnx import from_nnx
@@ -55,7 +55,7 @@ def prune(target: LanguageModel, layers: int | Sequence[int]) -> LanguageModel:
     Raises:
       ValueError: layers that the target does not have, or twice the same, or none; a target of another family.
     """
-    config = _config_of(target)
+    config = _config_of(int8.floating("target", target))
     if isinstance(layers, (tuple, list, np.ndarray)):
         kept = tuple(whole("layers", layer, 0) for layer in layers)
     else:
@@ -97,7 +97,7 @@ def fresh(
     heads = settings.get("num_heads") or max(1, hidden_size // config.head_dim)
     sizes = {
         "intermediate_size": -(-8 * hidden_size // 48) * 16, "num_heads": heads, "num_kv_heads": heads, "head_dim": 0,
-        "qk_norm": False, "attention_bias": False, "mlp_bias": False, **settings,
+        "quantization": "", "qk_norm": False, "attention_bias": False, "mlp_bias": False, **settings,
     }  # fmt: skip
     config = dataclasses.replace(
         config, hidden_size=hidden_size, num_layers=num_layers, tie_embeddings=tie_embeddings, **sizes

@@ -21,6 +21,7 @@ from specjax.drafters.medusa import MedusaConfig
 from specjax.drafters.medusa import fresh_params as fresh_medusa
 from specjax.drafters.mtp import MTPConfig
 from specjax.drafters.mtp import fresh_params as fresh_mtp
+from specjax.models import int8
 from specjax.models.language_model import LanguageModel
 from specjax.static import show
 from specjax.train.heads import HeadConfig, read
@@ -116,8 +117,8 @@ def params_for(
 
 
 def last_layer(target: LanguageModel) -> dict[str, Array]:
-    """The target's last layer."""
-    layers = target.params["layers"]
+    """The target's last layer. Raises ValueError if it is quantised."""
+    layers = int8.floating("target", target).params["layers"]
     if "qkv" in layers:  # stacked
         return jax.tree.map(operator.itemgetter(-1), layers)
     return layers[max(layers)]

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 ROPE_KINDS = ("default", "linear", "llama3", "yarn")
 NORMS = ("before", "after", "both")
 ACTIVATIONS = ("silu", "gelu_tanh")
+QUANTIZATIONS = ("", "int8")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,6 +114,7 @@ class LlamaConfig:
     query_scalar: float = 0.0  # scores are divided by its square root; 0: head_dim
     attention_softcap: float = 0.0  # scores become cap tanh(scores / cap); 0: they stay
     logit_softcap: float = 0.0  # likewise the logits
+    quantization: str = ""  # "int8": the matrices of every layer, see specjax.models.int8
 
     def __post_init__(self):
         for name in ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads",
@@ -124,7 +126,7 @@ class LlamaConfig:
                 raise ValueError(f"{name} must be positive, or 0 for none, got {getattr(self, name)}")
         if self.num_heads % self.num_kv_heads:
             raise ValueError(f"num_heads ({self.num_heads}) is not a multiple of num_kv_heads ({self.num_kv_heads})")
-        for name, known in (("norms", NORMS), ("activation", ACTIVATIONS)):
+        for name, known in (("norms", NORMS), ("activation", ACTIVATIONS), ("quantization", QUANTIZATIONS)):
             if getattr(self, name) not in known:
                 raise ValueError(f"{name} {getattr(self, name)!r} is not supported; supported: {', '.join(known)}")
         if self.qk_norm and self.wide_qk_norm:

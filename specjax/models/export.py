@@ -20,7 +20,8 @@ def save_safetensors(path: str | pathlib.Path, lm: LanguageModel, *, overwrite: 
     Raises:
       FileExistsError: if there is something at the path, unless ``overwrite``.
       TypeError: if the model's configuration is not one of ours.
-      ValueError: if no family has such a configuration; if path is no path or lm no language model.
+      ValueError: if no family has such a configuration, or its weights are quantised; if path is no path or
+        lm no language model.
     """
     from safetensors.numpy import save_file
 
@@ -28,6 +29,9 @@ def save_safetensors(path: str | pathlib.Path, lm: LanguageModel, *, overwrite: 
         lm = checked("lm", lm)
         if not isinstance(lm.config, LlamaConfig):
             raise TypeError(f"only models with a LlamaConfig can be saved, not one with {type(lm.config).__name__}")
+        if lm.config.quantization:
+            raise ValueError(f"{lm.config.quantization} weights have no place in this layout: save them with "
+                             "specjax.models.save, or load the model without quantize= first")
         params = llama_params.unstack_layers(lm.params) if 0 not in lm.params["layers"] else lm.params
         tensors = llama_params.spill(llama_params.sources(lm.config), params)
         settings = hf_config.settings_of(lm.config) | {

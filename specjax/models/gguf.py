@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from specjax.models.families import BY_GGUF, Family
-from specjax.models.llama_params import NORMS
+from specjax.models.llama_params import NORMS, Rows
 
 SUPPORTED_TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K")
 
@@ -39,7 +39,6 @@ _LAYER_NAMES = {
 }
 _NORM_NAMES = {"attn_norm": "input_norm", "post_attention_norm": "attention_norm", "ffn_norm": "post_norm",
                "post_ffw_norm": "mlp_norm"}  # theirs: ours
-ROWS = 4096  # dequantised at a time
 ROPE_FREQS = "rope_freqs.weight"  # Llama 3.1's frequency scaling, stored as a tensor
 
 
@@ -129,28 +128,39 @@ class GGUFFile:
         """``general.architecture``, e.g. "llama"."""
         return self.metadata.get("general.architecture", "")
 
-    def dequantized(self, name: str) -> np.ndarray:
-        """A tensor under the file's own name as float32, in the file's row order."""
+    def dequantized(self, name: str, rows: slice | np.ndarray = slice(None)) -> np.ndarray:
+        """A tensor under the file's own name as float32, in the file's row order, or some of its rows."""
         from gguf import GGMLQuantizationType, dequantize
 
         info = self.tensors[name]
-        raw = np.frombuffer(self._data, np.uint8, info.nbytes, info.start).reshape(math.prod(info.shape[:-1]), -1)
-        result = np.empty((len(raw), info.shape[-1]), np.float32)
-        for row in range(0, len(raw), ROWS):  # at once, a large tensor would be held several times over
-            result[row : row + ROWS] = dequantize(raw[row : row + ROWS], GGMLQuantizationType[info.type])
-        return result.reshape(info.shape)
+        raw = np.frombuffer(self._data, np.uint8, info.nbytes, info.start)
+        if len(info.shape) < 2:
+            return dequantize(raw, GGMLQuantizationType[info.type])[rows]
+        raw = raw.reshape(info.shape[0], -1)[rows]
+        shape = (len(raw), *info.shape[1:])
+        return dequantize(raw.reshape(math.prod(shape[:-1]), -1), GGMLQuantizationType[info.type]).reshape(shape)
 
-    def read(self, name: str) -> np.ndarray:
-        """A tensor under its Hugging Face name as float32, rows in Hugging Face order."""
-        tensor = self.dequantized(self._names[name])
-        if name.endswith("norm.weight"):  # the converter has added the offset, e.g. the 1 of Gemma's 1 + w
-            tensor = tensor - np.float32(self._family.constants.get("norm_offset", 0.0))
+    def rows(self, name: str) -> Rows:
+        """A tensor under its Hugging Face name as float32, in Hugging Face order, to be read a few rows at a time."""
+        theirs = self._names[name]
+        order = np.arange(self.shapes[name][0])
         if self._family.permuted and re.search(r"\.self_attn\.[qk]_proj\.", name):
             heads = self.metadata[f"{self.architecture}.attention.head_count"]
             if ".k_proj." in name:
                 heads = self.metadata.get(f"{self.architecture}.attention.head_count_kv", heads)
-            tensor = unpermute(tensor, heads)
-        return tensor
+            order = unpermute(order, heads)
+        # The converter has added the offset, e.g. the 1 of Gemma's 1 + w.
+        added = self._family.constants.get("norm_offset", 0.0) if name.endswith("norm.weight") else 0.0
+
+        def take(start: int, stop: int) -> np.ndarray:
+            few = self.dequantized(theirs, order[start:stop])
+            return few - np.float32(added) if added else few
+
+        return Rows(self.shapes[name], take)
+
+    def read(self, name: str) -> np.ndarray:
+        """A tensor under its Hugging Face name as float32, rows in Hugging Face order."""
+        return self.rows(name)[:]
 
 
 def unpermute(rows: np.ndarray, num_heads: int) -> np.ndarray:

@@ -2,6 +2,7 @@
 
 import json
 import pathlib
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,7 @@ import numpy as np
 from specjax.models import chat
 from specjax.models.config import LlamaConfig
 from specjax.models.hf_config import parse_config, settings_of, token_ids
+from specjax.models.llama_params import Rows
 
 __all__ = ["SafetensorsFiles", "chat_template_of", "config_of_directory", "download", "parse_config", "read_json",
            "settings_of"]
@@ -66,14 +68,24 @@ class SafetensorsFiles:
         """The type a tensor is stored in, e.g. "BF16"."""
         return self._where[name].get_slice(name).get_dtype()
 
+    def rows(self, name: str) -> "np.ndarray | Rows":
+        """One tensor, as `read` gives it, to be read a few rows at a time."""
+        shape, part = self.shapes[name], self._where[name].get_slice(name)
+        if len(shape) < 2:
+            return self.read(name)
+        return Rows(shape, lambda start, stop: self._numbers(name, lambda: part[start:stop]))
+
     def read(self, name: str) -> np.ndarray:
         """One tensor, bit for bit as stored (bfloat16 as ml_dtypes.bfloat16).
 
         Raises:
           ValueError: naming a tensor whose type numpy cannot hold.
         """
+        return self._numbers(name, lambda: self._where[name].get_tensor(name))
+
+    def _numbers(self, name: str, read: Callable[[], np.ndarray]) -> np.ndarray:
         try:
-            return self._where[name].get_tensor(name)
+            return read()
         except (AttributeError, TypeError, KeyError) as error:  # what safetensors raises for 8-bit floats
             kind = self._where[name].get_slice(name).get_dtype()
             raise ValueError(f"{self._file_of[name]}: tensor {name!r} has the unsupported type {kind}") from error

@@ -38,10 +38,16 @@ def model(config: LlamaConfig, *, dtype=jnp.float32, scan_layers: bool = False) 
     return from_nnx(module)[0]
 
 
-def linear(x: Array, weight: nnx.Param, bias: nnx.Param | None = None) -> Array:
-    """x [B, T, in] float32 times weight [in, out], accumulated in float32 from operands of the weight's type."""
+def linear(
+    x: Array, weight: nnx.Param, bias: nnx.Param | None = None, scale: nnx.Param | None = None, dtype: Any = None
+) -> Array:
+    """x [B, T, in] float32 times weight [in, out], accumulated in float32 from operands of the weight's type.
+
+    An int8 weight has a scale [out] for the sums, and its operands have the given dtype.
+    """
+    dtype = weight.dtype if scale is None else dtype
     # Rows, not [B, T]: for two axes XLA:CPU transposes some weights first.
-    rows, matrix = x.reshape(-1, x.shape[-1]).astype(weight.dtype), weight[...]
+    rows, matrix = x.reshape(-1, x.shape[-1]).astype(dtype), weight[...].astype(dtype)
     product = functools.partial(jnp.einsum, preferred_element_type=jnp.float32, precision="highest")
     if len(rows) == 1 and matrix.size < SMALL and matrix.shape[0] % 2 == 0:
         # One row times a small matrix keeps one of two cores busy; a batch of two halves, both (51 us against 80).
@@ -49,6 +55,7 @@ def linear(x: Array, weight: nnx.Param, bias: nnx.Param | None = None) -> Array:
     else:
         y = product("ti,io->to", rows, matrix)
     y = y.reshape(*x.shape[:-1], -1)
+    y = y if scale is None else y * _row(scale)
     return y if bias is None else y + _row(bias)
 
 
@@ -81,6 +88,8 @@ class Layer(nnx.Module):
         self.o, self.o_bias = nnx.Param(weights["o"]), maybe("o_bias")
         self.gate_up, self.gate_up_bias = nnx.Param(weights["gate_up"]), maybe("gate_up_bias")
         self.down, self.down_bias = nnx.Param(weights["down"]), maybe("down_bias")
+        self.qkv_scale, self.o_scale = maybe("qkv_scale"), maybe("o_scale")
+        self.gate_up_scale, self.down_scale = maybe("gate_up_scale"), maybe("down_scale")
 
     def __call__(self, x: Array, k: Any, v: Any, lengths: Array | None, window: "Window"):
         """x [B, T, E] and this layer's cache k, v [B, H, S, D] (or all layers', or None) -> the same three."""
@@ -95,19 +104,19 @@ class Layer(nnx.Module):
         config, (batch, width, _) = window.config, y.shape
         q, k_new, v_new = self.heads(y, window)
         if lengths is None:
-            k_here, v_here = (new.swapaxes(1, 2).astype(self.qkv.dtype) for new in (k_new, v_new))
+            k_here, v_here = (new.swapaxes(1, 2).astype(self.dtype) for new in (k_new, v_new))
         else:
             k, v = kv.write(k, k_new, lengths, window.layer), kv.write(v, v_new, lengths, window.layer)
             k_here, v_here = (k, v) if window.layer is None else (k[window.layer], v[window.layer])
         scale = config.query_scalar**-0.5 if config.query_scalar else None
         y = attend(q, k_here, v_here, window.slots, scale=scale, softcap=config.attention_softcap)
-        return linear(y.reshape(batch, width, config.q_size), self.o, self.o_bias), k, v
+        return self.times("o", y.reshape(batch, width, config.q_size)), k, v
 
     def heads(self, y: Array, window: "Window") -> tuple[Array, Array, Array]:
         """y [B, T, in] -> queries [B, T, Hq, D], keys and values [B, T, H, D]; the first two turned to the window's
         positions, after a norm of their own if the model has one."""
         config, (batch, width, _) = window.config, y.shape
-        y = linear(y, self.qkv, self.qkv_bias)
+        y = self.times("qkv", y)
         y = y.reshape(batch, width, config.num_heads + 2 * config.num_kv_heads, config.head_dim)
         q, k, v = jnp.split(y, [config.num_heads, config.num_heads + config.num_kv_heads], axis=2)
         # Keys that the cache holds whole must not reach it in parts: the compiler would add up whole caches.
@@ -117,8 +126,20 @@ class Layer(nnx.Module):
 
     def mlp(self, y: Array, activation: str = "silu") -> Array:
         """What the gated MLP adds to the stream: y [B, T, E], already normed, -> [B, T, E]."""
-        gate, up = jnp.split(linear(y, self.gate_up, self.gate_up_bias), 2, axis=-1)
-        return linear(ACTIVATIONS[activation](gate) * up, self.down, self.down_bias)
+        gate, up = jnp.split(self.times("gate_up", y), 2, axis=-1)
+        return self.times("down", ACTIVATIONS[activation](gate) * up)
+
+    def times(self, name: str, x: Array) -> Array:
+        """x [B, T, in] times one of the matrices, its bias added -> [B, T, out]."""
+        weight, bias, scale = (getattr(self, name + what) for what in ("", "_bias", "_scale"))
+        return linear(x, weight, bias, scale, self.dtype)
+
+    @property
+    def dtype(self) -> Any:
+        """Of the operands of products, and of the cache: the weights' own, the norms' if the matrices are int8."""
+        if self.qkv_scale is None:
+            return self.qkv.dtype
+        return next(norm.dtype for norm in (self.post_norm, self.mlp_norm) if norm is not None)
 
 
 def _normed(x: Array, scale: nnx.Param | None, config: LlamaConfig) -> Array:
@@ -164,6 +185,10 @@ class Llama(nnx.Module):
 
         def fresh(path, shape: jax.ShapeDtypeStruct) -> Array:
             name = path[-1].key
+            if shape.dtype == jnp.int8:
+                return jax.random.randint(rngs.params(), shape.shape, -127, 128, jnp.int8)
+            if name.endswith("_scale"):  # -127..127 drawn uniformly have a standard deviation of 73.3
+                return jnp.full(shape.shape, 0.02 / 73.3, shape.dtype)
             if name.endswith(("norm", "bias")):
                 return jnp.full(shape.shape, 1 - config.norm_offset if name.endswith("norm") else 0, shape.dtype)
             return (0.02 * jax.random.normal(rngs.params(), shape.shape)).astype(shape.dtype)

@@ -28,9 +28,12 @@ Norms are those of ``norms="before"``. Families that norm what attention and MLP
     layers/i/post_norm       model.layers.i.pre_feedforward_layernorm.weight     (both)
     layers/i/mlp_norm        model.layers.i.post_feedforward_layernorm.weight    (both, after)
 
-With ``scan_layers`` the tree under ``layers`` is one layer whose leaves have a leading axis L.
+With int8 weights (`specjax.models.int8`) qkv, o, gate_up and down are int8, and qkv_scale [out] and so on stand beside
+them. With ``scan_layers`` the tree under ``layers`` is one layer whose leaves have a leading axis L.
 """
 
+import dataclasses
+import functools
 import math
 import operator
 from collections.abc import Callable
@@ -40,10 +43,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from specjax.models import int8
 from specjax.models.config import LlamaConfig
 from specjax.types import Array, PyTree
 
 ROWS = 32  # at a time: what they are turned to stays in the cache of one core
+BLOCK = 2**20  # numbers read at a time
 NORMS = {  # ours: theirs, by `LlamaConfig.norms`
     "before": {"input_norm": "input_layernorm", "post_norm": "post_attention_layernorm"},
     "after": {"attention_norm": "post_attention_layernorm", "mlp_norm": "post_feedforward_layernorm"},
@@ -65,6 +70,24 @@ class Source(NamedTuple):
         """Shape of the weight in our tree."""
         joined = (sum(shape[0] for shape in self.shapes), *self.shapes[0][1:])
         return joined[::-1]
+
+
+class Stack(NamedTuple):
+    """One weight of scanned layers: a source for each layer."""
+
+    layers: tuple[Source, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """A tensor that is read a few rows at a time: ``rows[start:stop]``."""
+
+    shape: tuple[int, ...]
+    take: Callable[[int, int], np.ndarray]  # (start, stop) -> rows
+
+    def __getitem__(self, rows: slice) -> np.ndarray:
+        start, stop, _ = rows.indices(self.shape[0])
+        return self.take(start, stop)
 
 
 def layer_sources(config: LlamaConfig, prefix: str, *, inputs: int | None = None) -> dict[str, Source]:
@@ -114,7 +137,7 @@ def sources(config: LlamaConfig) -> dict[str, Any]:
 
 
 def _is_source(node) -> bool:
-    return isinstance(node, Source)
+    return isinstance(node, Source | Stack)
 
 
 def tensor_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
@@ -123,49 +146,78 @@ def tensor_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
 
 
 def params_from_tensors(
-    config: LlamaConfig, tensor: Callable[[str, tuple[int, ...]], np.ndarray], *, dtype=jnp.float32,
+    config: LlamaConfig, tensor: Callable[[str, tuple[int, ...]], "np.ndarray | Rows"], *, dtype=jnp.float32,
     scan_layers: bool = False, put: Callable[[tuple, np.ndarray], Array] | None = None,
 ) -> PyTree:
     """The parameters, filled strictly by name.
 
     Args:
-      config: the model's configuration.
-      tensor: ``(name, shape) -> array``; called once for every entry of `tensor_shapes`. It raises if there is no
-        such tensor; a wrong shape is refused here.
-      dtype: float32 or bfloat16, of every weight.
-      scan_layers: stack the layers along a leading axis, see `stack_layers`.
+      config: the model's configuration; with ``quantization`` the matrices of layers become int8 as they are read.
+      tensor: ``(name, shape) -> array``, or `Rows` to be read a few at a time; called once for every entry of
+        `tensor_shapes`. It raises if there is no such tensor; a wrong shape is refused here.
+      dtype: float32 or bfloat16, of every weight that is not quantised.
+      scan_layers: layers along a leading axis, as `stack_layers` would make them.
       put: see `fill`.
     """
-    params = fill(sources(config), tensor, dtype, put)
-    return stack_layers(params) if scan_layers else params
+    tree = sources(config)
+    if scan_layers:
+        names = tree["layers"][0]
+        tree["layers"] = {name: Stack(tuple(layer[name] for layer in tree["layers"].values())) for name in names}
+    return fill(tree, tensor, dtype, put, quantise=bool(config.quantization))
 
 
 def fill(
-    tree: PyTree, tensor: Callable[[str, tuple[int, ...]], np.ndarray], dtype=jnp.float32,
-    put: Callable[[tuple, np.ndarray], Array] | None = None,
+    tree: PyTree, tensor: Callable[[str, tuple[int, ...]], "np.ndarray | Rows"], dtype=jnp.float32,
+    put: Callable[[tuple, np.ndarray], Array] | None = None, *, quantise: bool = False,
 ) -> PyTree:
     """A tree of `Source` as weights; ``tensor`` and ``dtype`` as in `params_from_tensors`.
 
-    ``put(path, weight)`` takes each to its devices as soon as it is read; None is the default device.
+    ``put(path, weight)`` takes each to its devices as soon as it is read; None is the default device. ``quantise``:
+    the matrices of layers become int8, and their scales stand beside them.
     """
     dtype = weight_dtype(dtype)
+    put = (lambda path, weight: jax.device_put(weight)) if put is None else put
+    scales = []
 
-    def build(path, source: Source) -> Array:
-        weight, start = _aligned(source.shape, dtype), 0
-        for name, shape in zip(source.names, source.shapes):
-            part = np.asarray(tensor(name, shape))
-            if part.shape != shape:
-                raise ValueError(f"tensor {name!r} has shape {part.shape}, the configuration needs {shape}")
-            # Turned and converted a few rows at a time, straight to their place: whole copies would double the peak of
-            # memory, and turning a large matrix at once takes three times as long.
-            for row in range(0, len(part), ROWS):
-                few = part[row : row + ROWS]
-                weight[..., start + row : start + row + len(few)] = few.T
-            start += len(part)
-            del part, few  # a view of it
-        return jax.device_put(weight) if put is None else put(path, weight)
+    def build(path, leaf: Source | Stack) -> Array:
+        layers = leaf.layers if isinstance(leaf, Stack) else (leaf,)
+        shape, inside = layers[0].shape, quantise and path[-1].key in int8.MATRICES
+        weight = _aligned((len(layers), *shape), np.dtype(np.int8) if inside else dtype)
+        scale = np.empty((len(layers), shape[-1]), np.float32) if inside else [None] * len(layers)
+        for source, matrix, row in zip(layers, weight, scale):
+            _read(source, tensor, matrix, row)
+        if isinstance(leaf, Source):
+            weight, scale = weight[0], scale[0]
+        if inside:
+            to = (*path[:-1], jax.tree_util.DictKey(path[-1].key + int8.SCALE))
+            scales.append((to, put(to, np.asarray(scale))))
+        return put(path, weight)
 
-    return jax.tree_util.tree_map_with_path(build, tree, is_leaf=_is_source)
+    params = jax.tree_util.tree_map_with_path(build, tree, is_leaf=_is_source)
+    for path, scale in scales:
+        functools.reduce(lambda node, key: node[key.key], path[:-1], params)[path[-1].key] = scale
+    return params
+
+
+def _read(source: Source, tensor: Callable, weight: np.ndarray, scale: np.ndarray | None) -> None:
+    """Fills a weight, and its scale if it is to be int8, with the tensors of its source."""
+    start = 0
+    for name, shape in zip(source.names, source.shapes):
+        part = tensor(name, shape)
+        if tuple(part.shape) != shape:
+            raise ValueError(f"tensor {name!r} has shape {tuple(part.shape)}, the configuration needs {shape}")
+        # Read a block, turned and converted a few rows at a time, straight to their place: whole copies would double
+        # the peak of memory, and turning a large matrix at once takes three times as long.
+        step = max(ROWS, BLOCK // math.prod(shape[1:]) // ROWS * ROWS)
+        for first in range(0, shape[0], step):
+            block = np.asarray(part[first : first + step])
+            for row in range(0, len(block), ROWS):
+                few = block[row : row + ROWS]
+                at = slice(start + row, start + row + len(few))
+                if scale is not None:
+                    few, scale[at] = int8.rounded(few, f"tensor {name!r}")
+                weight[..., at] = few.T
+            start += len(block)
 
 
 def _aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
@@ -200,6 +252,8 @@ def abstract(tree: PyTree, dtype=jnp.float32) -> PyTree:
 def abstract_params(config: LlamaConfig, *, dtype=jnp.float32, scan_layers: bool = False) -> PyTree:
     """The parameter tree as ShapeDtypeStructs: what `params_from_tensors` returns, without the numbers."""
     params = abstract(sources(config), weight_dtype(dtype))
+    if config.quantization:
+        params["layers"] = {index: int8.abstract(layer) for index, layer in params["layers"].items()}
     return jax.eval_shape(stack_layers, params) if scan_layers else params
 
 

@@ -1,27 +1,32 @@
 """`load`: a model, its weights and its tokenizer, from a name, a file or a directory."""
 
+import contextlib
+import dataclasses
 import difflib
+import math
 import os
 import pathlib
 import re
-from collections.abc import Mapping
-from typing import Any, Protocol
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax.models import fetch, huggingface, llama, llama_params, orbax, tokenizer
+from specjax.models import fetch, huggingface, int8, llama, llama_params, orbax, tokenizer
 from specjax.models.config import LlamaConfig
 from specjax.models.gguf import GGUFFile
 from specjax.models.gguf_config import config_of
 from specjax.models.language_model import LanguageModel
 from specjax.sharding import check, on_mesh, place, refuse, weight_sharding
 from specjax.static import show
-from specjax.types import PyTree
+from specjax.types import Model, PyTree
 
 # Buffers that some checkpoints store and every model computes for itself.
 _IGNORABLE = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
+_ROWS = 1024  # compared at a time
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
@@ -31,10 +36,23 @@ class TensorSource(Protocol):
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]: ...
 
-    def read(self, name: str) -> np.ndarray: ...
+    def rows(self, name: str) -> "np.ndarray | llama_params.Rows": ...
 
 
-def load(name_or_path: str | pathlib.Path, *, dtype="float32", scan_layers: bool = False, mesh=None) -> LanguageModel:
+class _How(NamedTuple):
+    """The arguments of `load` that say how."""
+
+    dtype: str
+    scan_layers: bool
+    mesh: Any
+    quantization: str
+    progress: bool
+
+
+def load(
+    name_or_path: str | pathlib.Path, *, dtype="float32", scan_layers: bool = False, mesh=None,
+    quantize: str | None = None, progress: bool = True,
+) -> LanguageModel:  # fmt: skip
     """Loads a language model.
 
     Args:
@@ -47,12 +65,16 @@ def load(name_or_path: str | pathlib.Path, *, dtype="float32", scan_layers: bool
       dtype: of the weights, "float32" or "bfloat16".
       scan_layers: one traced layer scanned over stacked weights, instead of unrolled layers.
       mesh: devices it is shared out over, see `specjax.sharding.make_mesh`; each matrix goes to them as it is read.
+      quantize: "int8" rounds the matrices of every layer to int8 as they are read, see `specjax.models.int8`: a quarter
+        of their memory in float32, half in bfloat16, and another target, to which speculation is as faithful as to
+        any. None keeps them.
+      progress: a bar on stderr, if that is a terminal and tqdm is installed.
 
     Raises:
       FileNotFoundError: if there is nothing at the path, or a part of it is missing; the message says what.
       ValueError: for anything in the files that is not understood: the message names the tensor, key or type.
     """
-    dtype = _dtype_name(dtype)
+    how = _How(_dtype_name(dtype), scan_layers, mesh, int8.checked_kind(quantize), progress)
     check(mesh)
     if not isinstance(name_or_path, (str, os.PathLike)) or not os.fspath(name_or_path):
         raise ValueError(
@@ -60,15 +82,15 @@ def load(name_or_path: str | pathlib.Path, *, dtype="float32", scan_layers: bool
             "a GGUF file or a directory"
         )
     if isinstance(name_or_path, str) and name_or_path in fetch.NAMED:
-        return _load_gguf(fetch.fetch(name_or_path), dtype, scan_layers, mesh)
+        return _load_gguf(fetch.fetch(name_or_path), how)
 
     path = pathlib.Path(name_or_path).expanduser()
     if path.is_dir():
         if (path / orbax.MANIFEST).exists():
-            lm = orbax.load(path, dtype=dtype, scan_layers=scan_layers)
+            lm = orbax.load(path, dtype=how.dtype, scan_layers=scan_layers, quantization=how.quantization)
             return lm if mesh is None else place(mesh, lm)
         if (path / "config.json").exists():
-            return _load_directory(path, dtype, scan_layers, mesh)
+            return _load_directory(path, how)
         raise FileNotFoundError(
             f"the directory {path} has neither config.json (Hugging Face layout) nor {orbax.MANIFEST} (ours)"
         )
@@ -76,10 +98,10 @@ def load(name_or_path: str | pathlib.Path, *, dtype="float32", scan_layers: bool
         with open(path, "rb") as file:
             magic = file.read(4)
         if magic == b"GGUF" or path.suffix == ".gguf":
-            return _load_gguf(path, dtype, scan_layers, mesh)
+            return _load_gguf(path, how)
         raise ValueError(f"{path} is not a GGUF file; apart from those, `load` reads directories with a config.json")
     if isinstance(name_or_path, str) and re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", name_or_path):
-        return _load_directory(huggingface.download(name_or_path), dtype, scan_layers, mesh)
+        return _load_directory(huggingface.download(name_or_path), how)
     near = difflib.get_close_matches(path.name.lower(), fetch.NAMED, n=1)
     raise FileNotFoundError(
         f"{name_or_path} is neither a file nor a directory nor a known name ({', '.join(fetch.NAMED)})"
@@ -97,45 +119,47 @@ def _dtype_name(dtype: Any) -> str:
     return name
 
 
-def _load_gguf(path: pathlib.Path, dtype: str, scan_layers: bool, mesh: Any) -> LanguageModel:
+def _load_gguf(path: pathlib.Path, how: _How) -> LanguageModel:
     file = GGUFFile(path)
-    config = config_of(file)
+    config = dataclasses.replace(config_of(file), quantization=how.quantization)
     text = tokenizer.from_gguf(file.metadata, str(path))
-    model, params = _placed(file, config, str(path), dtype, scan_layers, mesh)
+    model, params = _placed(file, config, str(path), how)
     return LanguageModel(model, params, text, config, file.metadata.get("tokenizer.chat_template"), config.eos_ids)
 
 
-def _load_directory(path: pathlib.Path, dtype: str, scan_layers: bool, mesh: Any) -> LanguageModel:
-    config = huggingface.config_of_directory(path)
+def _load_directory(path: pathlib.Path, how: _How) -> LanguageModel:
+    config = dataclasses.replace(huggingface.config_of_directory(path), quantization=how.quantization)
     tensors = huggingface.SafetensorsFiles(path)
     eos_id = config.eos_ids[0] if config.eos_ids else None
     text = tokenizer.from_directory(path, bos_id=config.bos_id, eos_id=eos_id)
     template = huggingface.chat_template_of(path)
-    model, params = _placed(tensors, config, str(path), dtype, scan_layers, mesh)
+    model, params = _placed(tensors, config, str(path), how)
     return LanguageModel(model, params, text, config, template, config.eos_ids)
 
 
-def _placed(tensors: TensorSource, config: LlamaConfig, source: str, dtype: str, scan_layers: bool, mesh: Any):
-    """Model and parameters, on a mesh if there is one; a matrix lies whole only in host memory, one at a time."""
-    model = llama.model(config, dtype=dtype, scan_layers=scan_layers)
-    if mesh is None:
-        return model, strict_params(tensors, config, source=source, dtype=dtype, scan_layers=scan_layers)
-    refuse(mesh, config)
+def _placed(tensors: TensorSource, config: LlamaConfig, source: str, how: _How) -> tuple[Model, PyTree]:
+    """Model and parameters, on a mesh if there is one; a weight lies whole only in host memory, one at a time."""
+    model = llama.model(config, dtype=how.dtype, scan_layers=how.scan_layers)
+    if how.mesh is not None:
+        refuse(how.mesh, config)
 
     def put(path, weight):
-        return jax.device_put(weight, weight_sharding(mesh, path, weight.shape))
+        return jax.device_put(weight, weight_sharding(how.mesh, path, weight.shape))
 
-    params = strict_params(tensors, config, source=source, dtype=dtype, scan_layers=scan_layers, put=put)
-    params = jax.tree_util.tree_map_with_path(put, params)  # of stacked layers; the others are there already
-    return on_mesh(mesh, model), params
+    params = strict_params(
+        tensors, config, source=source, dtype=how.dtype, scan_layers=how.scan_layers,
+        put=None if how.mesh is None else put, progress=how.progress,
+    )  # fmt: skip
+    return model if how.mesh is None else on_mesh(how.mesh, model), params
 
 
 def strict_params(
-    tensors: TensorSource, config: LlamaConfig, *, source: str, dtype="float32", scan_layers: bool = False, put=None
-) -> PyTree:
+    tensors: TensorSource, config: LlamaConfig, *, source: str, dtype="float32", scan_layers: bool = False, put=None,
+    progress: bool = False,
+) -> PyTree:  # fmt: skip
     """Parameters from exactly the tensors that the configuration calls for: the only way weights come in.
 
-    ``put`` is that of `llama_params.fill`.
+    ``put`` is that of `llama_params.fill`, ``progress`` that of `load`.
     Names and shapes are compared before anything is allocated; then one tensor after the other is read and converted.
     A tied model may come with a head of its own only if it is the embedding, bit for bit.
 
@@ -148,13 +172,31 @@ def strict_params(
         matching = sum(tuple(tensors.shapes.get(name, ())) == shape for name, shape in needed.items())
         lines = "\n  ".join(shown)
         raise ValueError(f"{source}: {matching} of {len(needed)} tensors fit the configuration\n  {lines}")
-    tied_head = config.tie_embeddings and _HEAD in tensors.shapes
-    if tied_head and not np.array_equal(_bits(tensors.read(_HEAD)), _bits(tensors.read(_EMBEDDING))):
+    if config.tie_embeddings and _HEAD in tensors.shapes and not _same(tensors.rows(_HEAD), tensors.rows(_EMBEDDING)):
         raise ValueError(f"{source}: tie_word_embeddings is set, yet {_HEAD} differs from {_EMBEDDING}")
-    return llama_params.params_from_tensors(
-        config, lambda name, shape: tensors.read(name), dtype=jnp.dtype(dtype), scan_layers=scan_layers,
-        put=put,
-    )  # fmt: skip
+    with _bar(sum(map(math.prod, needed.values())), progress) as done:
+
+        def tensor(name: str, shape: tuple[int, ...]) -> "np.ndarray | llama_params.Rows":
+            done(math.prod(shape))
+            return tensors.rows(name)
+
+        return llama_params.params_from_tensors(
+            config, tensor, dtype=jnp.dtype(dtype), scan_layers=scan_layers, put=put
+        )
+
+
+@contextlib.contextmanager
+def _bar(total: int, wanted: bool) -> Iterator[Callable[[int], Any]]:
+    """A function that is told how many weights come next, and moves a bar where somebody can see one."""
+    tqdm: Any = None
+    if wanted and sys.stderr.isatty():
+        with contextlib.suppress(ImportError):  # of the extra `train`
+            from tqdm import tqdm
+    if tqdm is None:
+        yield lambda count: None
+        return
+    with tqdm(total=total, desc="loading", unit=" weights", unit_scale=True) as bar:
+        yield bar.update
 
 
 def complaints(shapes: Mapping[str, tuple[int, ...]], config: LlamaConfig) -> list[str]:
@@ -171,5 +213,9 @@ def complaints(shapes: Mapping[str, tuple[int, ...]], config: LlamaConfig) -> li
     ]
 
 
-def _bits(array: np.ndarray) -> np.ndarray:
-    return np.ascontiguousarray(array).view(np.uint8)
+def _same(a, b) -> bool:
+    """Whether two tensors are equal bit for bit, read a few rows at a time."""
+    def bits(tensor, start):
+        return np.ascontiguousarray(tensor[start : start + _ROWS]).view(np.uint8)
+
+    return all(np.array_equal(bits(a, start), bits(b, start)) for start in range(0, a.shape[0], _ROWS))

@@ -15,7 +15,7 @@ import pathlib
 import jax
 import jax.numpy as jnp
 
-from specjax.models import directory, huggingface, llama, llama_params, tokenizer
+from specjax.models import directory, huggingface, int8, llama, llama_params, tokenizer
 from specjax.models.config import LlamaConfig, from_json
 from specjax.models.language_model import LanguageModel, checked
 from specjax.types import PyTree
@@ -59,8 +59,10 @@ def save(path: str | pathlib.Path, lm: LanguageModel, *, overwrite: bool = False
         (folder / MANIFEST).write_text(json.dumps(manifest, indent=2), encoding="utf-8")
 
 
-def load(path: pathlib.Path, *, dtype="float32", scan_layers: bool = False) -> LanguageModel:
-    """What `save` wrote. Called by `specjax.load`.
+def load(
+    path: pathlib.Path, *, dtype="float32", scan_layers: bool = False, quantization: str = ""
+) -> LanguageModel:
+    """What `save` wrote, int8 weights as int8. Called by `specjax.load`.
 
     Raises:
       ValueError: naming the path, if it is incomplete or damaged, or the weight that is missing or of another shape.
@@ -74,6 +76,8 @@ def load(path: pathlib.Path, *, dtype="float32", scan_layers: bool = False) -> L
     _check_files(path / "params", manifest["files"])
     config = from_json(manifest["config"])
     params = _restore(path / "params", llama_params.abstract_params(config, dtype=jnp.dtype(dtype)))
+    if quantization and not config.quantization:
+        config, params = dataclasses.replace(config, quantization=quantization), int8.quantised(params)
     text = None
     if manifest["tokenizer"] is not None:
         file = path / "tokenizer.json"

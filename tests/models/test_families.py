@@ -111,7 +111,7 @@ class Arrays:
     def __init__(self, tensors):
         self.tensors, self.shapes = tensors, {name: x.shape for name, x in tensors.items()}
 
-    def read(self, name):
+    def rows(self, name):
         return self.tensors[name]
 
 

@@ -32,7 +32,7 @@ class Arrays:
         self.shapes = {name: x.shape for name, x in tensors.items()}
         self.reads = []
 
-    def read(self, name):
+    def rows(self, name):
         self.reads.append(name)
         return self.tensors[name]
 
