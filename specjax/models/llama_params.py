@@ -182,7 +182,7 @@ def fill(
     def build(path, leaf: Source | Stack) -> Array:
         layers = leaf.layers if isinstance(leaf, Stack) else (leaf,)
         shape, inside = layers[0].shape, quantise and path[-1].key in int8.MATRICES
-        weight = _aligned((len(layers), *shape), np.dtype(np.int8) if inside else dtype)
+        weight = aligned((len(layers), *shape), np.dtype(np.int8) if inside else dtype)
         scale = np.empty((len(layers), shape[-1]), np.float32) if inside else [None] * len(layers)
         for source, matrix, row in zip(layers, weight, scale):
             _read(source, tensor, matrix, row)
@@ -220,7 +220,7 @@ def _read(source: Source, tensor: Callable, weight: np.ndarray, scale: np.ndarra
             start += len(block)
 
 
-def _aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+def aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
     """An empty array at a multiple of 64 bytes, which jax on a CPU takes as it is instead of copying it."""
     raw = np.empty(math.prod(shape) * dtype.itemsize + 64, np.uint8)
     start = -raw.ctypes.data % 64

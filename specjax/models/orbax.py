@@ -9,11 +9,15 @@ devices, nor how layers were run when it was saved matters to who reads it.
 """
 
 import dataclasses
+import gc
 import json
 import pathlib
+from collections.abc import Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from specjax.models import directory, huggingface, int8, llama, llama_params, tokenizer
 from specjax.models.config import LlamaConfig, from_json
@@ -22,6 +26,7 @@ from specjax.types import PyTree
 
 MANIFEST = "specjax.json"
 _FORMAT = 1
+_MUCH = 2**25  # bytes
 
 
 def save(path: str | pathlib.Path, lm: LanguageModel, *, overwrite: bool = False) -> None:
@@ -75,9 +80,9 @@ def load(
         )
     _check_files(path / "params", manifest["files"])
     config = from_json(manifest["config"])
-    params = _restore(path / "params", llama_params.abstract_params(config, dtype=jnp.dtype(dtype)))
-    if quantization and not config.quantization:
-        config, params = dataclasses.replace(config, quantization=quantization), int8.quantised(params)
+    quantise = bool(quantization) and not config.quantization
+    params = _restore_model(path / "params", config, jnp.dtype(dtype), scan_layers, quantise)
+    config = dataclasses.replace(config, quantization=config.quantization or quantization)
     text = None
     if manifest["tokenizer"] is not None:
         file = path / "tokenizer.json"
@@ -86,7 +91,7 @@ def load(
         text = tokenizer.from_json(file.read_text(encoding="utf-8"), source=str(file), **manifest["tokenizer"])
     return LanguageModel(
         model=llama.model(config, dtype=dtype, scan_layers=scan_layers),
-        params=llama_params.stack_layers(params) if scan_layers else params,
+        params=params,
         tokenizer=text,
         config=config,
         chat_template=manifest["chat_template"],
@@ -113,28 +118,78 @@ def _check_files(folder: pathlib.Path, expected: dict[str, int]) -> None:
 
 def _restore(folder: pathlib.Path, expected: PyTree) -> PyTree:
     """The saved weights in the shape of ``expected``, on the default device whatever they were saved from."""
+    _check_shapes(folder, _named(expected))
+    return _read(folder, expected)
+
+
+def _restore_model(
+    folder: pathlib.Path, config: LlamaConfig, dtype: np.dtype, scan_layers: bool, quantise: bool
+) -> PyTree:
+    """`_restore` a layer at a time, each straight to its place, so that the model is never in memory twice.
+
+    ``quantise``: what was saved as floats becomes int8.
+    """
+    expected = llama_params.abstract_params(config, dtype=dtype)
+    if quantise:  # rounded once, from what was saved
+        floats = llama_params.abstract_params(config)["layers"]
+        expected["layers"] = {
+            index: layer | {name: floats[index][name] for name in int8.MATRICES}
+            for index, layer in expected["layers"].items()
+        }
+    _check_shapes(folder, _named(expected))
+    layers = expected.pop("layers")
+    params, stacked = {**_read(folder, expected), "layers": {}}, {}
+    for index, shapes in layers.items():
+        layer = _read(folder, {"layers": {index: shapes}})["layers"][index]
+        if quantise:
+            layer = int8.quantised({"layers": {index: layer}})["layers"][index]
+        if not scan_layers:
+            params["layers"][index] = layer
+            continue
+        for name, leaf in layer.items():
+            if name not in stacked:  # pages that are not written yet take no memory
+                stacked[name] = llama_params.aligned((config.num_layers, *leaf.shape), np.dtype(leaf.dtype))
+            stacked[name][index] = leaf
+        del layer, leaf  # before the next one is read
+    if scan_layers:
+        params["layers"] = jax.tree.map(jax.device_put, stacked)
+    return params
+
+
+def _check_shapes(folder: pathlib.Path, expected: Mapping[str, Any]) -> None:
     import orbax.checkpoint as ocp
 
-    here = jnp.zeros(()).sharding
-    targets = {
-        name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=here) for name, leaf in _named(expected).items()
-    }
     with ocp.StandardCheckpointer() as checkpointer:
         try:
             saved = checkpointer.metadata(folder.absolute()).item_metadata
             shapes = {name: tuple(entry.shape) for name, entry in saved.items()}
         except Exception as error:  # orbax raises many kinds for a damaged directory
             raise ValueError(f"{folder} is damaged or not an orbax checkpoint: {error}") from error
-        for name in sorted(shapes.keys() | targets.keys()):
-            if name not in shapes or name not in targets or shapes[name] != targets[name].shape:
-                needed = targets[name].shape if name in targets else "no such weight"
-                raise ValueError(f"{folder}: weight {name} is {shapes.get(name, 'missing')}, the model needs {needed}")
+    for name in sorted(shapes.keys() | expected.keys()):
+        if name not in shapes or name not in expected or shapes[name] != expected[name].shape:
+            needed = expected[name].shape if name in expected else "no such weight"
+            raise ValueError(f"{folder}: weight {name} is {shapes.get(name, 'missing')}, the model needs {needed}")
+
+
+def _read(folder: pathlib.Path, expected: PyTree) -> PyTree:
+    """The weights that have a place in this part of the tree."""
+    import orbax.checkpoint as ocp
+
+    here = jnp.zeros(()).sharding
+    targets = {
+        name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=here) for name, leaf in _named(expected).items()
+    }
+    options = ocp.args.PyTreeRestore(
+        targets, ocp.checkpoint_utils.construct_restore_args(targets), partial_restore=True
+    )
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
         try:
-            restored = checkpointer.restore(folder.absolute(), targets)
+            restored = checkpointer.restore(folder.absolute(), options)
         except Exception as error:
             raise ValueError(f"{folder} is damaged: {error}") from error
-    leaves = [restored[name] for name in _named(expected)]
-    return jax.tree.unflatten(jax.tree.structure(expected), leaves)
+    if sum(leaf.nbytes for leaf in restored.values()) > _MUCH:
+        gc.collect()  # what orbax read into hangs in cycles of references
+    return jax.tree.unflatten(jax.tree.structure(expected), [restored[name] for name in _named(expected)])
 
 
 def _named(params: PyTree) -> dict[str, jax.Array]:
