@@ -72,10 +72,13 @@ def load(
 
     Raises:
       FileNotFoundError: if there is nothing at the path, or a part of it is missing; the message says what.
-      ValueError: for anything in the files that is not understood: the message names the tensor, key or type.
+      ValueError: for anything in the files that is not understood: the message names the tensor, key or type; for an
+        argument that is not one of those above.
     """
     how = _How(_dtype_name(dtype), scan_layers, mesh, int8.checked_kind(quantize), progress)
     check(mesh)
+    if not isinstance(progress, bool):
+        raise ValueError(f"progress={show(progress)}: must be True or False")
     if not isinstance(name_or_path, (str, os.PathLike)) or not os.fspath(name_or_path):
         raise ValueError(
             f"name_or_path={show(name_or_path)}: give a known name ({', '.join(fetch.NAMED)}), "

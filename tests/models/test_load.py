@@ -272,6 +272,28 @@ def test_a_known_name_is_fetched(tmp_path, monkeypatch):
     assert load("toy").config.num_layers == 2
 
 
+@pytest.mark.parametrize("terminal, progress, shown", [(True, True, True), (True, False, False), (False, True, False)])
+def test_progress_is_shown_on_terminals_unless_switched_off(tmp_path, monkeypatch, capsys, terminal, progress, shown):
+    path = tiny.write_directory(tmp_path / "tiny")
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
+    load(path, progress=progress)
+    err = capsys.readouterr().err
+    assert ("100%" in err and "loading" in err) if shown else err == ""
+
+
+def test_progress_is_true_or_false(tmp_path):
+    with pytest.raises(ValueError, match="progress='no': must be True or False"):
+        load(tmp_path, progress="no")
+
+
+def test_without_tqdm_loading_is_silent(tmp_path, monkeypatch, capsys):
+    path = tiny.write_directory(tmp_path / "tiny")
+    monkeypatch.setitem(sys.modules, "tqdm", None)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    load(path)
+    assert capsys.readouterr().err == ""
+
+
 def test_importing_specjax_imports_no_format_library():
     libraries = ["gguf", "safetensors", "tokenizers", "jinja2", "orbax.checkpoint", "huggingface_hub"]
     program = f"import sys, specjax; specjax.load; sys.exit(','.join(set({libraries}) & set(sys.modules)))"
