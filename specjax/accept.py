@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from specjax import tree
+from specjax import rows, tree
 from specjax.noise import Role, accept_uniforms, argmax, at, inverse_cdf, target_draw, uniform
 from specjax.proposal import as_arrays, check_keys, check_proposal
 from specjax.static import bind, show
@@ -128,14 +128,12 @@ def residual(p: Array, q: Array) -> Array:
 
 def _draft_law(proposal: Proposal, node: Array, vocab: int) -> Array:
     """q of ``node [B]`` as [B, V]."""
-    rows = jnp.arange(node.shape[0])
     law = proposal.probs
     if law is None:
-        return (jnp.arange(vocab)[None] == proposal.tokens[rows, node][:, None]).astype(jnp.float32)
+        return (jnp.arange(vocab)[None] == rows.take(proposal.tokens, node)[:, None]).astype(jnp.float32)
     if isinstance(law, Sparse):
-        ids = _ids(law)[rows, node]
-        return jnp.zeros((node.shape[0], vocab)).at[rows[:, None], ids].add(law.probs[rows, node], mode="drop")
-    return law[rows, node]
+        return rows.add(jnp.zeros((node.shape[0], vocab)), rows.take(law.probs, node), rows.take(_ids(law), node))
+    return rows.take(law, node)
 
 
 def _ids(law: Sparse) -> Array:
@@ -173,11 +171,11 @@ def _rejection(keys: Array, proposal: Proposal, target_probs: Array, positions: 
 
 def _reject_chain(keys: Array, proposal: Proposal, target_probs: Array, positions: Array):
     """All nodes of a chain at once: the leading run of u q(x) < p(x), then one residual."""
-    batch, width, vocab = target_probs.shape
+    _, width, vocab = target_probs.shape
     u = accept_uniforms(keys, positions, width - 1)
     kept = proposal.valid & (u * _draft_mass(proposal) < _own_mass(target_probs, proposal))
     num_accepted = _leading(kept)
-    law = target_probs[jnp.arange(batch), num_accepted]
+    law = rows.take(target_probs, num_accepted)
     if width > 1:
         judged = jnp.minimum(num_accepted, width - 2)
         rejected = num_accepted < _leading(proposal.valid)
@@ -212,7 +210,6 @@ def _start(batch: int, width: int) -> _Walk:
 def _reject_tree(keys: Array, proposal: Proposal, target_probs: Array, positions: Array):
     """Nodes in draft order; ``law`` is what the next token must follow once earlier siblings were rejected."""
     batch, width, vocab = target_probs.shape
-    rows = jnp.arange(batch)
     parents = tree.broadcast_parents(proposal.parents, batch, width - 1)
     u = accept_uniforms(keys, positions, width - 1)
     draft_mass = _draft_mass(proposal)
@@ -221,7 +218,7 @@ def _reject_tree(keys: Array, proposal: Proposal, target_probs: Array, positions
         walk, law = carry
         token = proposal.tokens[:, node]
         candidate = proposal.valid[:, node] & (parents[:, node] + 1 == walk.last)
-        kept = candidate & (u[:, node] * draft_mass[:, node] < law[rows, token])
+        kept = candidate & (u[:, node] * draft_mass[:, node] < rows.take(law, token))
         rest = residual(law, _draft_law(proposal, jnp.broadcast_to(node, (batch,)), vocab))
         law = jnp.where((candidate & ~kept)[:, None], rest, law)
         law = jnp.where(kept[:, None], target_probs[:, node + 1], law)
@@ -236,7 +233,6 @@ def _block(keys: Array, proposal: Proposal, target_probs: Array, positions: Arra
     """P_i = min(P_{i-1} p(x_i)/q(x_i), 1); stop at the largest i with u_i < h_i."""
     batch, width, vocab = target_probs.shape
     num_nodes = width - 1
-    rows = jnp.arange(batch)
     length = _leading(proposal.valid)
     own, drafted = _own_mass(target_probs, proposal), _draft_mass(proposal)
 
@@ -258,9 +254,9 @@ def _block(keys: Array, proposal: Proposal, target_probs: Array, positions: Arra
     lengths = jnp.arange(1, width, dtype=jnp.int32)[None]
     passed = (accept_uniforms(keys, positions, num_nodes) < h) & (lengths <= length[:, None])
     num_accepted = jnp.max(jnp.where(passed, lengths, 0), axis=-1, initial=0)
-    law = target_probs[rows, num_accepted]
+    law = rows.take(target_probs, num_accepted)
     if num_nodes:
-        scaled = prefixes[rows, num_accepted][:, None] * law
+        scaled = rows.take(prefixes, num_accepted)[:, None] * law
         rest = residual(scaled, _draft_law(proposal, jnp.minimum(num_accepted, num_nodes - 1), vocab))
         law = jnp.where((num_accepted < length)[:, None], rest, law)
     return _chain_path(num_accepted, width), num_accepted, _draw(keys, positions, law)
@@ -283,13 +279,12 @@ def _excess(prefixes: Array, p: Array, proposal: Proposal) -> Array:
 def _match(keys: Array, proposal: Proposal, target_probs: Array, positions: Array):
     """Walks down while some child equals the target's own draw; noise is made only for the rows that are reached."""
     batch, width, _ = target_probs.shape
-    rows = jnp.arange(batch)
     parents = tree.broadcast_parents(proposal.parents, batch, width - 1)
     nodes = jnp.arange(1, width, dtype=jnp.int32)
 
     def descend(carry):
         walk, active, token, depth = carry
-        own = target_draw(keys, positions + depth + 1, target_probs[rows, walk.last])
+        own = target_draw(keys, positions + depth + 1, rows.take(target_probs, walk.last))
         token = jnp.where(active, own, token)
         child = proposal.valid & (parents + 1 == walk.last[:, None]) & (proposal.tokens == token[:, None])
         child = jnp.min(jnp.where(child, nodes[None], width), axis=-1, initial=width)
@@ -307,21 +302,21 @@ def _match(keys: Array, proposal: Proposal, target_probs: Array, positions: Arra
 def _typical(rule: Typical, keys: Array, proposal: Proposal, target_probs: Array, positions: Array):
     """The deepest node that is plausible like all its ancestors; the first one among equals."""
     batch, width, _ = target_probs.shape
-    rows, slots = jnp.arange(batch), jnp.arange(width, dtype=jnp.int32)
+    slots = jnp.arange(width, dtype=jnp.int32)
     entropy = jnp.sum(jax.scipy.special.entr(target_probs), axis=-1)  # [B, T]
     bar = jnp.minimum(rule.threshold, rule.alpha * jnp.exp(-entropy))
     above = tree.broadcast_parents(proposal.parents, batch, width - 1) + 1
-    mass = target_probs[rows[:, None], above, proposal.tokens]
+    mass = rows.take(target_probs, above, proposal.tokens)
     plausible = proposal.valid & (mass > jnp.take_along_axis(bar, above, axis=1))
     plausible = jnp.concatenate([jnp.ones((batch, 1), bool), plausible], axis=1)
     ancestors = jnp.broadcast_to(jnp.asarray(tree.window_mask(proposal.parents, width - 1)), (batch, width, width))
     whole = jnp.all(plausible[:, None] | ~ancestors, axis=-1)
     depth = jnp.where(whole, jnp.sum(ancestors, axis=-1, dtype=jnp.int32) - 1, -1)
     best = argmax(depth)
-    count = depth[rows, best]
-    on_path = ancestors[rows, best]
+    count = rows.take(depth, best)
+    on_path = rows.take(ancestors, best)
     path = jnp.sort(jnp.where(on_path, slots[None], best[:, None]), axis=-1)  # ancestors come before their descendants
-    return path, count, _draw(keys, positions, target_probs[rows, best])
+    return path, count, _draw(keys, positions, rows.take(target_probs, best))
 
 
 RULES = {"rejection": _rejection, "block": _block, "match": _match}

@@ -275,7 +275,7 @@ class Engine:
         job, reading, _ = self._next
         slot = self._jobs.index(None)
         row = Slots(reading.state, job.row.sampling, job.row.limits)
-        self._state = compiled.insert(self._state, np.int32(slot), row)
+        self._state = compiled.insert(self._state, np.int32(slot), row, layout=self._program.model.layout)
         self._jobs[slot], self._dropped[slot], self._next = job, False, None
 
     def _free(self, slot: int) -> None:

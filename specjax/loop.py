@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from specjax import rows
 from specjax.accept import Rule
 from specjax.round import LENGTH, RUNNING, Limits, Round, State, prefill, round, truncate
 from specjax.static import weak
@@ -98,12 +99,11 @@ def _round(program: Program, weights: Weights, state: State, sampling: Sampling,
 
 
 def _record(record: Logprobs, text: Text, info: Round) -> Logprobs:
-    rows = jnp.arange(info.count.shape[0])[:, None]
     slots = jnp.arange(info.tokens.shape[1])[None]
     where = jnp.where(slots < info.count[:, None], text.lengths[:, None] + slots, record.raw.shape[1])
 
     def put(buffer, values):
-        return buffer.at[rows, where].set(values, mode="drop")
+        return rows.put(buffer, values, where)
 
     return Logprobs(put(record.raw, info.raw_logprobs), put(record.warped, info.warped_logprobs))
 

@@ -7,7 +7,9 @@ every round moves the pending token, so no draw that helped to cut a block is ev
 """
 
 import enum
+import functools
 import numbers
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -15,10 +17,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from specjax import rows, sharding
 from specjax.static import show, whole
 from specjax.types import Array
 
 TOP_BLOCK = 256  # entries whose maximum is compared first in `top_k`
+MOST_PARTS = 64  # of a vocabulary, if 2 divides it so often: as many devices can share one
 BLOCK = 128  # token ids per block of target noise: a shard of the vocabulary makes only its own blocks
 
 
@@ -83,11 +87,21 @@ def gumbel(keys: Array, positions: Array, vocab_size: int) -> Array:
     The large values decide who wins, so the uniform is taken where float32 is fine (near 0) and reaches a
     Gumbel of 22.9; a 23-bit uniform near 1 would cap it at 16.
     """
-    blocks = -(-vocab_size // BLOCK)
-    every = jax.vmap(jax.vmap(jax.random.fold_in, (None, 0)), (0, None))
-    block_keys = every(at(keys, Role.TARGET, positions), jnp.arange(blocks, dtype=jnp.uint32))
-    bits = jax.vmap(jax.vmap(lambda key: jax.random.bits(key, (BLOCK,), jnp.uint32)))(block_keys)
-    bits = bits.reshape(keys.shape[0], blocks * BLOCK)[:, :vocab_size]
+    parts = sharding.parts("vocab", vocab_size)
+    ends = np.arange(parts + 1) * (vocab_size // parts)
+    first = ends[:-1] // BLOCK
+    blocks = np.max(-(-ends[1:] // BLOCK) - first)  # that hold a part; those at its ends may be made twice
+    numbers = jnp.asarray(first[:, None] + np.arange(blocks), jnp.uint32)
+    own = at(keys, Role.TARGET, positions)
+    every = jax.vmap(jax.vmap(jax.vmap(jax.random.fold_in, (None, 0)), (None, 0)), (0, None))(own, numbers)
+    bits = jax.vmap(jax.vmap(jax.vmap(lambda key: jax.random.bits(key, (BLOCK,), jnp.uint32))))(every)
+    bits = bits.reshape(keys.shape[0], parts, blocks * BLOCK)
+    skipped = ends[:-1] - first * BLOCK
+    if np.any(skipped):
+        cut = functools.partial(lax.dynamic_slice_in_dim, slice_size=vocab_size // parts)
+        bits = jax.vmap(jax.vmap(cut), (0, None))(bits, jnp.asarray(skipped))
+    bits = bits[:, :, : vocab_size // parts].reshape(keys.shape[0], vocab_size)
+    bits = sharding.told(sharding.COUNTS, bits)
     v = jnp.minimum((bits.astype(jnp.float32) + 0.5) * jnp.float32(2**-32), jnp.float32(1 - 2**-24))
     return -jnp.log(-jnp.log1p(-v))
 
@@ -106,16 +120,34 @@ def top_k(x: Array, k: int) -> tuple[Array, Array]:
     Among few: the k blocks with the largest maxima hold the k largest entries. On CPU ten times faster over a
     vocabulary, and it stays so when rows of the result are sliced, where XLA:CPU would sort everything.
     """
-    size, blocks = x.shape[-1], -(-x.shape[-1] // TOP_BLOCK)
-    if blocks <= k:
+    blocks, starts = _blocks(x, TOP_BLOCK, -jnp.inf)
+    count, block = blocks.shape[-2:]
+    if count <= k:
         return lax.optimization_barrier(tuple(lax.top_k(x, k)))
-    lead = [(0, 0)] * (x.ndim - 1)
-    parts = jnp.pad(x, [*lead, (0, blocks * TOP_BLOCK - size)], constant_values=-jnp.inf)
-    parts = parts.reshape(*x.shape[:-1], blocks, TOP_BLOCK)
-    best = jnp.sort(lax.top_k(jnp.max(parts, axis=-1), k)[1], axis=-1)
-    near = jnp.take_along_axis(parts, best[..., None], axis=-2).reshape(*x.shape[:-1], k * TOP_BLOCK)
+    padded, lowest = blocks.size > x.size, jnp.finfo(x.dtype).min
+    if padded:  # padding comes behind all that is not
+        blocks, _ = _blocks(jnp.maximum(x, lowest), TOP_BLOCK, -jnp.inf)
+    best = jnp.sort(lax.top_k(jnp.max(blocks, axis=-1), k)[1], axis=-1)
+    near = jnp.take_along_axis(blocks, best[..., None], axis=-2).reshape(*x.shape[:-1], k * block)
     top, place = lax.top_k(near, k)
-    return top, jnp.take_along_axis(best, place // TOP_BLOCK, axis=-1) * TOP_BLOCK + place % TOP_BLOCK
+    chosen = jnp.take_along_axis(best, place // block, axis=-1)
+    return jnp.where(padded & (top == lowest), -jnp.inf, top), starts(chosen) + place % block
+
+
+def _blocks(x: Array, block: int, padding: float) -> tuple[Array, Callable[[Array], Array]]:
+    """x [.., V] as [.., blocks, at most block], ids ascending, and a function from blocks to the id they begin with.
+
+    No block lies in two of `MOST_PARTS` equal parts of the vocabulary, if they are equal: on a mesh each device looks
+    at its own blocks, and which blocks there are does not depend on the mesh.
+    """
+    vocab = x.shape[-1]
+    parts = min(MOST_PARTS, vocab & -vocab)
+    part = vocab // parts
+    block = min(block, 1 << (part - 1).bit_length())
+    each = -(-part // block)
+    x = x.reshape(*x.shape[:-1], parts, part)
+    x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, each * block - part)], constant_values=padding)
+    return x.reshape(*x.shape[:-2], parts * each, block), lambda chosen: chosen // each * part + chosen % each * block
 
 
 def target_draw(keys: Array, positions: Array, probs: Array) -> Array:
@@ -129,13 +161,9 @@ def inverse_cdf(weights: Array, u: Array) -> Array:
     A block of ids is drawn by its mass, then an id inside it with fresh bits: rare tokens keep their probability and
     no cumulative sum runs over the vocabulary. An id of weight 0 is never drawn. A row without mass gives 0.
     """
-    rows, vocab = weights.shape
-    block = max(1, 1 << ((vocab - 1).bit_length() + 1) // 2)
-    blocks = -(-vocab // block)
-    weights = jnp.pad(weights, ((0, 0), (0, blocks * block - vocab))).reshape(rows, blocks, block)
-    outer = _pick(jnp.sum(weights, axis=-1), u[:, 0])
-    inner = _pick(jnp.take_along_axis(weights, outer[:, None, None], axis=1)[:, 0], u[:, 1])
-    return outer * block + inner
+    blocks, starts = _blocks(weights, 1 << ((weights.shape[-1] - 1).bit_length() + 1) // 2, 0.0)
+    outer = _pick(jnp.sum(blocks, axis=-1), u[:, 0])
+    return starts(outer) + _pick(rows.take(blocks, outer), u[:, 1])
 
 
 def _pick(mass: Array, u: Array) -> Array:

@@ -16,7 +16,7 @@ import numpy as np
 from jax import lax
 
 from specjax import cache as kv
-from specjax import tree
+from specjax import rows, sharding, tree
 from specjax.accept import Rule, accept
 from specjax.noise import top_k
 from specjax.proposal import check_keys, check_proposal
@@ -104,7 +104,8 @@ def prefill(
     carry = (cache, state, jnp.zeros((batch, 1, features.shape[-1]), features.dtype))
     cache, state, _ = lax.fori_loop(0, -(-width // chunk), read, carry)
     counts = Counts.zeros(batch, drafter.num_draft_tokens)
-    return State(text, cache, state, keys, jnp.full(batch, RUNNING, jnp.int32), counts)
+    state = State(text, cache, state, keys, jnp.full(batch, RUNNING, jnp.int32), counts)
+    return sharding.settled(model.layout, state)
 
 
 def _window(drafter: Drafter, tokens: Array, parents, valid: Array, start: Array, logits: Array) -> Window | None:
@@ -223,18 +224,18 @@ def _verify_accept_commit(
     )  # fmt: skip
     chex.assert_shape(out.logits, (batch, 1 + num_nodes, model.vocab_size))
     seen = jnp.asarray(mask)[..., 1:]
-    probs = warp(out.logits, sampling, text, proposal.tokens, seen if seen.ndim == 3 else seen[None])
+    with sharding.on(model.layout):
+        probs = warp(out.logits, sampling, text, proposal.tokens, seen if seen.ndim == 3 else seen[None])
 
-    # accept: the random decision
-    acceptance = accept(rule, state.keys, proposal, probs, pending_at)
+        # accept: the random decision
+        acceptance = accept(rule, state.keys, proposal, probs, pending_at)
     path, num_accepted = acceptance.path, acceptance.num_accepted
     slots = jnp.arange(1 + num_nodes, dtype=jnp.int32)[None]
     shifted = jnp.take_along_axis(window, jnp.roll(path, -1, axis=1), axis=1)
     tokens = jnp.where(slots == num_accepted[:, None], acceptance.next_token[:, None], shifted)
 
     # commit: what is kept, cut at stops, budget and rows without a law
-    rows = jnp.arange(batch)
-    lawless = jnp.isnan(probs[rows, path[rows, num_accepted], 0])
+    lawless = jnp.isnan(rows.take(probs[:, :, 0], rows.take(path, num_accepted)))
     count, finish = _cut(state, sampling, limits, tokens, num_accepted + 1 - lawless.astype(jnp.int32), lawless)
     count = jnp.where(state.finish == RUNNING, count, 0)
     finish = jnp.where(state.finish == RUNNING, finish, state.finish)
@@ -256,9 +257,9 @@ def _verify_accept_commit(
     raw = warped = None
     if logprobs:
         raw = _token_logprobs(out.logits, path, tokens)
-        warped = jnp.log(probs[rows[:, None], path, tokens])
+        warped = jnp.log(rows.take(probs, path, tokens))
     info = Round(tokens, count, jnp.minimum(count, num_accepted), raw, warped)
-    return new_state, jax.tree.map(lambda x: _pad(x, 1 + widest), info)
+    return sharding.settled(model.layout, new_state), jax.tree.map(lambda x: _pad(x, 1 + widest), info)
 
 
 def _pad(x: Array, width: int) -> Array:
@@ -293,9 +294,8 @@ def _stops(text: Text, eos_ids: Array, sequences: Array, tokens: Array) -> Array
     width = sequences.shape[1]
     position = text.lengths[:, None] + jnp.arange(tokens.shape[1])[None]
     back = position[:, :, None] - jnp.arange(width - 1, -1, -1)[None, None]  # [B, T, W] positions of the last W tokens
-    rows = jnp.arange(tokens.shape[0])[:, None, None]
-    old = text.tokens[rows, jnp.clip(back, 0, text.tokens.shape[1] - 1)]
-    new = tokens[rows, jnp.clip(back - text.lengths[:, None, None], 0, tokens.shape[1] - 1)]
+    old = rows.take(text.tokens, jnp.clip(back, 0, text.tokens.shape[1] - 1))
+    new = rows.take(tokens, jnp.clip(back - text.lengths[:, None, None], 0, tokens.shape[1] - 1))
     recent = jnp.where(back < text.lengths[:, None, None], old, new)
     recent = jnp.where(back >= text.prompt_lengths[:, None, None], recent, -2)
     same = (recent[:, :, None, :] == sequences[None, None]) | (sequences == -1)[None, None]
@@ -306,14 +306,13 @@ def _append(text: Text, tokens: Array, count: Array) -> Array:
     capacity = text.tokens.shape[1]
     slots = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
     where = jnp.where(slots < count[:, None], text.lengths[:, None] + slots, capacity)
-    return text.tokens.at[jnp.arange(tokens.shape[0])[:, None], where].set(tokens, mode="drop")
+    return rows.put(text.tokens, tokens, where)
 
 
 def _token_logprobs(logits: Array, path: Array, tokens: Array) -> Array:
-    rows = jnp.arange(logits.shape[0])[:, None]
     top = jnp.max(logits, axis=-1, keepdims=True)
     total = jnp.log(jnp.sum(jnp.exp(logits - top), axis=-1)) + top[..., 0]
-    return logits[rows, path, tokens] - total[rows, path]
+    return rows.take(logits, path, tokens) - rows.take(total, path)
 
 
 def truncate(state: State, lengths: Array, finish: Array) -> State:

@@ -59,7 +59,6 @@ class Layout:
         return KVCache(k, v, self.bound(("batch",), cache.lengths))
 
 
-
 # Columns where each device can make its own part of the result, rows where the parts are added up. Names and shapes:
 # `specjax.models.llama_params`; any tree that uses the names can be placed. A stacked leaf has an axis more in front.
 WEIGHTS = {
@@ -71,6 +70,7 @@ WEIGHTS = {
 CACHE = ("batch", "kv_heads", "slots", "head_dim")
 TOKENS = ("batch", "window")
 LOGITS = ("batch", "window", "vocab")
+COUNTS = ("batch", "vocab")
 FEATURES = ("batch", "window", "features")
 QUERIES = ("batch", "window", "heads", "head_dim")
 KEYS = ("batch", "window", "kv_heads", "head_dim")  # of a window, as the cache will hold them
@@ -166,7 +166,7 @@ def on_mesh(mesh: Mesh, model: Model, rules: Rules = RULES) -> Model:
     """The model with its cache and what it reads and writes bound to the mesh. Equal arguments give equal models."""
     layout = Layout(mesh, rules)
     init_cache, apply = bind(_init_cache, layout, model.init_cache), bind(_apply, layout, model.apply)
-    return model._replace(init_cache=init_cache, apply=apply)
+    return model._replace(init_cache=init_cache, apply=apply, layout=layout)
 
 
 def place_drafter(mesh: Mesh, drafter: Drafter) -> Drafter:
@@ -189,10 +189,53 @@ def spread(mesh: Mesh | None, tree: PyTree) -> PyTree:
     return jax.tree.map(copy, tree)
 
 
+def settled(layout: Layout | None, state: Any) -> Any:
+    """What a round leaves, told where it lies: the target's cache as the model has it, all else by rows. A state then
+    lies as it did before, whatever the compiler would choose, and the next round is the same program.
+
+    Args:
+      layout: None changes nothing.
+      state: a `specjax.round.State`.
+    """
+    if layout is None:
+        return state
+    rest = by_rows(layout, state._replace(cache=None), state.text.lengths.shape[0])
+    return rest._replace(cache=layout.cache(state.cache))
+
+
+def by_rows(layout: Layout, tree: PyTree, batch: int) -> PyTree:
+    """Arrays whose first or second axis counts the ``batch`` rows, told that these are shared out and nothing else."""
+    def bound(x):
+        axis = x.shape[:2].index(batch) if batch in x.shape[:2] else x.ndim
+        names = ["window"] * x.ndim
+        names[axis : axis + 1] = ["batch"] * (axis < x.ndim)
+        return layout.bound(tuple(names), x)
+
+    return jax.tree.map(bound, tree)
+
+
+def on(layout: Layout | None):
+    """While a function is traced inside, `told` binds its arrays to this mesh; None changes nothing."""
+    return contextlib.nullcontext() if layout is None else _active(layout)
+
+
 def told(axes: tuple[str, ...], x: Array) -> Array:
-    """x, told where it lies if the model being traced is on a mesh; the hook for a model's inner arrays."""
+    """x, told where it lies if what is being traced is on a mesh: a model, and how its logits are judged."""
     layout = _LAYOUT.get()
     return x if layout is None else layout.bound(axes, x)
+
+
+def dividing(axis: str) -> int:
+    """How many devices of the mesh share out an axis, by its name in `Rules`, if they divide it; 1 off a mesh."""
+    layout = _LAYOUT.get()
+    over = None if layout is None else getattr(layout.rules, axis)
+    return layout.mesh.shape[over] if layout is not None and over else 1
+
+
+def parts(axis: str, size: int) -> int:
+    """In how many parts an axis of this size lies."""
+    count = dividing(axis)
+    return 1 if size % count else count
 
 
 @contextlib.contextmanager

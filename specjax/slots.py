@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from specjax import tree
+from specjax import sharding, tree
 from specjax.loop import Program, Weights
 from specjax.round import (
     LENGTH,
@@ -74,6 +74,7 @@ def begin(program: Program, weights: Weights, text: Text, key_data: Array) -> Re
         text, cache, drafter.init(drafter.params, batch, capacity), jax.random.wrap_key_data(key_data),
         jnp.full(batch, RUNNING, jnp.int32), Counts.zeros(batch, drafter.num_draft_tokens),
     )  # fmt: skip
+    state = sharding.settled(program.model.layout, state)
     return Reading(state, jnp.zeros((batch, 1, shape.shape[-1]), shape.dtype))
 
 
@@ -96,13 +97,20 @@ def read(program: Program, weights: Weights, reading: Reading, index: Array, *, 
     window = _window(drafter, tokens, None, real, begins, out.logits) if drafter.prompt_window else None
     seen = drafter.observe(drafter.params, state.drafter, Committed(tokens, features, count, begins, window))
     state = state._replace(cache=out.cache._replace(lengths=lengths), drafter=seen)
-    return Reading(state, out.features[:, -1:])
+    return Reading(sharding.settled(model.layout, state), out.features[:, -1:])
 
 
-@functools.partial(jax.jit, donate_argnames=("slots",))
-def insert(slots: Slots, slot: Array, fresh: Slots) -> Slots:
+@functools.partial(jax.jit, static_argnames=("layout",), donate_argnames=("slots",))
+def insert(slots: Slots, slot: Array, fresh: Slots, *, layout: sharding.Layout | None = None) -> Slots:
     """``slots`` with the one row of ``fresh`` in ``slot []``; whatever was there is gone."""
-    return jax.tree.map(functools.partial(_put, slot), slots, fresh)
+    return _settled(layout, jax.tree.map(functools.partial(_put, slot), slots, fresh))
+
+
+def _settled(layout: sharding.Layout | None, slots: Slots) -> Slots:
+    if layout is None:
+        return slots
+    asked = sharding.by_rows(layout, slots._replace(state=()), slots.state.text.lengths.shape[0])
+    return asked._replace(state=sharding.settled(layout, slots.state))
 
 
 def _put(slot: Array, rows: Array, row: Array) -> Array:
@@ -134,7 +142,7 @@ def step(program: Program, weights: Weights, slots: Slots, dropped: Array, ends:
     count = jnp.where(stopped, first + 1, info.count)
     new = new._replace(counts=_cut(old.counts, new.counts, count))
     new = truncate(new, old.text.lengths + count, jnp.where(stopped, jnp.int32(STOP), new.finish))
-    return slots._replace(state=new), Step(
+    return _settled(program.model.layout, slots._replace(state=new)), Step(
         info.tokens, count, jnp.minimum(count, info.num_accepted), info.raw_logprobs, info.warped_logprobs, new.finish,
         new.counts,
     )  # fmt: skip
@@ -198,7 +206,9 @@ def _cut(before: Counts, after: Counts, count: Array) -> Counts:
 def empty(program: Program, weights: Weights, text: Text, key_data: Array, sampling: Sampling, limits: Limits) -> Slots:
     """Slots without a request; every text is one token long."""
     state = begin(program, weights, text, key_data).state
-    return Slots(state._replace(finish=jnp.full(text.lengths.shape, LENGTH, jnp.int32)), sampling, limits)
+    slots = Slots(state._replace(finish=jnp.full(text.lengths.shape, LENGTH, jnp.int32)), sampling, limits)
+    layout = program.model.layout
+    return slots if layout is None else jax.jit(_settled, static_argnums=0)(layout, slots)
 
 
 def check_rows(program: Program, weights: Weights, capacity: int) -> None:
@@ -207,8 +217,11 @@ def check_rows(program: Program, weights: Weights, capacity: int) -> None:
     Raises:
       ValueError: one has not; says whose.
     """
+    with sharding.on(program.model.layout):
+        few, more = (count * sharding.dividing("batch") for count in (2, 3))
+
     def of(make):
-        sizes = [jax.tree.leaves(jax.eval_shape(functools.partial(make, batch))) for batch in (2, 3)]
+        sizes = [jax.tree.leaves(jax.eval_shape(functools.partial(make, batch))) for batch in (few, more)]
         return list(zip(*sizes, strict=True))
 
     drafter = _drafter(program, weights)
@@ -216,12 +229,12 @@ def check_rows(program: Program, weights: Weights, capacity: int) -> None:
         ("model", of(lambda batch: program.model.init_cache(batch, capacity))),
         ("drafter", of(lambda batch: drafter.init(drafter.params, batch, capacity))),
     ):
-        for two, three in leaves:
-            differ = [(a, b) for a, b in zip(two.shape, three.shape, strict=True) if a != b]
-            if differ != [(2, 3)]:
+        for one, other in leaves:
+            differ = [(a, b) for a, b in zip(one.shape, other.shape, strict=True) if a != b]
+            if differ != [(few, more)]:
                 raise ValueError(
-                    f"{owner} keeps an array of shape {two.shape} for 2 rows and {three.shape} for 3, which is not one "
-                    "entry per row: rows of an Engine come and go alone; use specjax.generate"
+                    f"{owner} keeps an array of shape {one.shape} for {few} rows and {other.shape} for {more}, "
+                    "which is not one entry per row: rows of an Engine come and go alone; use specjax.generate"
                 )
 
 

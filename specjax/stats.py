@@ -12,6 +12,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
+from specjax import rows
 from specjax.types import Acceptance, Array, Proposal
 
 
@@ -33,8 +34,7 @@ class Counts(NamedTuple):
     def add(self, proposal: Proposal, acceptance: Acceptance, count: Array, active: Array) -> "Counts":
         """Adds a round that emitted ``count [B]`` tokens in the rows where ``active [B]``."""
         num_nodes = proposal.tokens.shape[1]
-        batch = count.shape[0]
-        last = acceptance.path[jnp.arange(batch), acceptance.num_accepted]
+        last = rows.take(acceptance.path, acceptance.num_accepted)
         parents = jnp.arange(num_nodes) if proposal.parents is None else jnp.asarray(proposal.parents) + 1
         parents = jnp.atleast_2d(parents)
         rejected = jnp.any(proposal.valid & (parents == last[:, None]), axis=1)

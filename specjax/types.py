@@ -46,6 +46,7 @@ class Model(NamedTuple):
     apply: Callable[..., ModelOutput]
     vocab_size: int
     context_length: int | None = None  # positions the model was made for; None: no limit
+    layout: Any = None  # where it lies, if it is on a mesh: see `specjax.sharding.on_mesh`
 
 
 class Sampling(NamedTuple):

@@ -15,10 +15,13 @@ Sources: repetition penalty, Keskar et al., CTRL, arXiv 1909.05858 (2019); nucle
 Neural Text Degeneration, arXiv 1904.09751 (2019); min-p, Nguyen et al., Turning Up the Heat, arXiv 2407.01082 (2024).
 """
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
+from specjax import rows
 from specjax.noise import argmax
+from specjax.sharding import COUNTS, told
 from specjax.types import Array, Sampling, Text
 
 GREEDY_BELOW = 1e-30  # temperatures under this are 0: logit / T would overflow and every law is a point mass there
@@ -78,12 +81,12 @@ def _penalise(
         return jnp.where(count > 0, scaled - presence - frequency * count.astype(jnp.float32), x)
 
     def apply(logits):
-        batch, width, vocab = logits.shape
-        rows = jnp.arange(batch)[:, None]
-        counts = jnp.zeros((batch, vocab), jnp.int32)
+        batch, _, vocab = logits.shape
+        counts = told(COUNTS, jnp.zeros((batch, vocab), jnp.int32))
         if text is not None:
             real = jnp.arange(text.tokens.shape[1])[None] < text.lengths[:, None]
-            counts = counts.at[rows, jnp.where(real, _columns(text.tokens, vocab, ids), vocab)].add(1, mode="drop")
+            columns = jnp.where(real, _columns(text.tokens, vocab, ids), vocab)
+            counts = told(COUNTS, rows.add(counts, jnp.ones_like(columns), columns))
         penalised = penalty(logits, counts[:, None, :])
         # Drafted ancestors change the count of a few ids per row: rewrite those entries only.
         same = (drafted[:, :, None] == drafted[:, None, :]).astype(jnp.int32)
@@ -94,19 +97,22 @@ def _penalise(
             jnp.take_along_axis(logits, jnp.broadcast_to(inside[:, None, :], seen.shape), axis=2),
             jnp.take_along_axis(counts, inside, axis=1)[:, None, :] + extra,
         )
-        where = jnp.where(seen, column[:, None, :], vocab)
-        return penalised.at[rows[:, :, None], jnp.arange(width)[None, :, None], where].set(entries, mode="drop")
+        return _put(penalised, entries, jnp.where(seen, column[:, None, :], vocab))
 
     wanted = jnp.any(repetition != 1) | jnp.any(presence != 0) | jnp.any(frequency != 0)
     return lax.cond(wanted, apply, lambda x: x, logits)
 
 
-def _bias(logits: Array, sampling: Sampling, ids: Array | None) -> Array:
-    rows = jnp.arange(logits.shape[0])[:, None]
+def _put(logits: Array, entries: Array, columns: Array) -> Array:
+    """logits [B, T, V] with ``entries [B, T, A]`` at ``columns [B, T, A]``; V is dropped."""
+    return jax.vmap(rows.put)(logits, entries, columns)
 
+
+def _bias(logits: Array, sampling: Sampling, ids: Array | None) -> Array:
     def apply(logits):
         columns = _columns(sampling.bias_ids, logits.shape[-1], ids)
-        return logits.at[rows, :, columns].add(sampling.bias[:, :, None], mode="drop")
+        bias = rows.add(jnp.zeros((logits.shape[0], logits.shape[-1])), sampling.bias, columns)
+        return logits + told(COUNTS, bias)[:, None]
 
     return lax.cond(jnp.any(sampling.bias != 0), apply, lambda x: x, logits)
 
@@ -122,9 +128,8 @@ def _hold_back_eos(
     def apply(logits):
         vocab = logits.shape[-1]
         ends = _columns(sampling.eos_ids, vocab, ids)  # padding is -1, no token
-        where = jnp.where(early[:, :, None], ends[None, None], vocab)
-        rows, columns = jnp.arange(logits.shape[0])[:, None, None], jnp.arange(logits.shape[1])[None, :, None]
-        return logits.at[rows, columns, where].set(-jnp.inf, mode="drop")
+        held = jnp.zeros(vocab, bool).at[ends].set(True, mode="drop")
+        return jnp.where(early[:, :, None] & held[None, None], -jnp.inf, logits)
 
     return lax.cond(jnp.any(early), apply, lambda x: x, logits)
 

@@ -9,13 +9,17 @@ PACKAGE = Path(__file__).resolve().parent.parent / "specjax"
 LAYERS = {  # module: the modules of specjax it may import
     "types": set(),
     "static": set(),
+    "rows": {"types"},
+    "sharding": {"types", "static"},
     "cache": {"types"},
-    "noise": {"types", "static"},
+    "noise": {"types", "static", "rows", "sharding"},
     "tree": {"types", "static"},
-    "warp": {"types", "static", "noise", "tree"},
+    "warp": {"types", "static", "rows", "sharding", "noise", "tree"},
     "proposal": {"types", "static", "tree"},
-    "accept": {"types", "static", "noise", "tree", "warp", "cache", "proposal"},
-    "round": {"types", "static", "noise", "tree", "warp", "cache", "proposal", "accept", "stats"},
+    "accept": {"types", "static", "rows", "noise", "tree", "warp", "cache", "proposal"},
+    "round": {
+        "types", "static", "rows", "sharding", "noise", "tree", "warp", "cache", "proposal", "accept", "stats"
+    },
 }
 DRAFTERS = {"types", "static", "noise", "warp", "tree", "cache", "models", "drafters"}
 ABOVE = {"__init__.py"}  # besides scripts, only the front page may import generate

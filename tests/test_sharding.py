@@ -11,14 +11,15 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 import specjax
-from specjax import LanguageModel, drafters, loop, request, sharding
+from specjax import LanguageModel, drafters, loop, request, sharding, slots
 from specjax.models import llama
 from specjax.models.config import LlamaConfig
 from specjax.models.nnx import from_nnx
 from tests.models.tiny import write_directory
 
 WHOLE = [(1, 1), (8, 1)]  # meshes on which the target is whole
-CONFIG = LlamaConfig(64, 32, 64, 2, 8, 4, max_position_embeddings=256)
+V = 2048
+CONFIG = LlamaConfig(V, 32, 64, 2, 8, 4, max_position_embeddings=256)
 PROMPTS = [[1 + row, 5, 1 + row, 5, 9, 1 + row] for row in range(8)]
 BUDGET, DRAFTS = 12, 3
 
@@ -43,9 +44,11 @@ def parts(x):
 
 
 def collectives(program: str) -> list[tuple[str, int]]:
-    """Kind and elements of the result (its largest part) of each collective of a compiled program."""
+    """Kind and elements of the result of each collective of a compiled program: of an all-to-all all parts, else the
+    largest, for the compiler puts several into one."""
     lines = re.findall(r"= (.*?) (all-gather|all-reduce|all-to-all|collective-permute)(?:-start)?\(", program)
-    return [(kind, max(map(elements, re.findall(r"\[([\d,]*)\]", result)))) for result, kind in lines]
+    sizes = [(kind, [elements(shape) for shape in re.findall(r"\[([\d,]*)\]", result)]) for result, kind in lines]
+    return [(kind, sum(parts) if kind == "all-to-all" else max(parts)) for kind, parts in sizes]
 
 
 def elements(shape: str) -> int:
@@ -59,7 +62,7 @@ def test_a_mesh_says_the_same_with_weights_and_cache_in_parts(data, model):
     layer = lm.params["layers"][0]
     assert parts(layer["qkv"]) == {(32, 64 // model)} and parts(layer["o"]) == {(32 // model, 32)}
     assert parts(layer["gate_up"]) == {(32, 128 // model)} and parts(layer["down"]) == {(64 // model, 32)}
-    assert parts(lm.params["head"]) == parts(lm.params["embedding"]) == {(32, 64 // model)}
+    assert parts(lm.params["head"]) == parts(lm.params["embedding"]) == {(32, V // model)}
     out = specjax.generate(lm, PROMPTS, **options())
     assert out.tokens == text() and out.stats.tau > 1
 
@@ -70,9 +73,9 @@ def test_a_mesh_says_the_same_with_weights_and_cache_in_parts(data, model):
     lowered = loop.decode.lower(made.program, made.weights, state, made.sampling, made.limits)
     found = collectives(lowered.compile().as_text())
     assert bool(found) == (data * model > 1)
-    # What the vocabulary's shards would gather, or, where they are whole, the rows'; and one layer of the cache.
-    logits, layer = 8 // (data if model > 1 else 1) * (1 + DRAFTS) * 64, 8 // data * heads * 256 * 4
-    assert all(size < min(logits, layer) for _, size in found)
+    # What shards of the vocabulary would put together for one row of each text, and one layer of the cache.
+    law, layer = 8 // data * V, 8 // data * heads * 256 * 4
+    assert all(size < min(law, layer) for _, size in found)
 
 
 @pytest.mark.parametrize("scan_layers", [False, True])
@@ -115,3 +118,35 @@ def test_a_drafters_weights_lie_on_every_device_and_a_targets_stay():
     own = drafters.model(lm, lm, 2)
     kept = sharding.place_drafter(mesh, own).params
     assert all(a is b for a, b in zip(jax.tree.leaves(kept), jax.tree.leaves(own.params), strict=True))
+
+
+def test_slots_on_a_mesh_say_the_same_and_a_row_is_put_in_without_a_collective(monkeypatch, caplog):
+    """Case 146: rows come and go in slots that lie on two data replicas; nothing is compiled after the first ones."""
+    lm, given = sharding.place(sharding.make_mesh(2, 4), alone()), options()
+    budget, made, insert = given.pop("max_new_tokens"), [], slots.insert
+
+    def spy(*args, **static):
+        made.append((jax.tree.map(lambda x: shape_of(x) if isinstance(x, jax.Array) else x, args), static))
+        return insert(*args, **static)
+
+    monkeypatch.setattr(slots, "insert", spy)
+    engine = specjax.Engine(lm, slots=4, capacity=32, **given)
+    for row in range(2):  # the second request meets slots that a step has left
+        engine.insert(PROMPTS[row], max_new_tokens=budget)
+        engine.step()
+    with jax.log_compiles(), caplog.at_level("WARNING"):
+        for row in range(2, 6):
+            engine.insert(PROMPTS[row], max_new_tokens=budget)
+        tokens = {event.id: event.result.tokens[0] for event in engine.events() if event.result}
+    assert [tokens[row] for row in range(6)] == text()[:6]
+    assert not [record for record in caplog.records if "XLA compilation" in record.getMessage()]
+    state = engine._state.state
+    assert parts(state.cache.k[0]) == {(2, 1, 256, 4)} and parts(state.text.tokens) == {(2, 256)}
+    args, static = made[-1]
+    assert collectives(insert.lower(*args, **static).compile().as_text()) == []
+    with pytest.raises(ValueError, match="a batch of 3 rows cannot be shared out over data=2: give a multiple of 2"):
+        specjax.Engine(lm, slots=3, capacity=32, **given)
+
+
+def shape_of(x):
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
