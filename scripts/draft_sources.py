@@ -1,4 +1,4 @@
-"""From the command line to a drafter: what generate.py and eval_drafter.py know about draft sources."""
+"""From the command line to a drafter: what generate.py, eval_drafter.py and bench.py know about draft sources."""
 
 import argparse
 import dataclasses
@@ -10,6 +10,7 @@ LOOKUPS = ("ngram", "suffix", "recycling", "lookahead")
 MODELS = ("model", "translate", "retokenize")
 SOURCES = (*LOOKUPS, "cascade", *MODELS, *HEADS, "none")
 AUTO, STORED = "auto", "stored"
+NAMED = (AUTO, *LOOKUPS, "cascade")  # that need nothing but a name
 
 
 class Source(NamedTuple):
@@ -168,6 +169,36 @@ def stored(source: Source, lm, *, tree=None, coupled: bool = False, **number):
         if not form:
             raise
         raise ValueError(f"--{' and --'.join(form)}: not for what {source.path} holds ({error})") from None
+
+
+def sources(name: str, model: str) -> list[Source]:
+    """The parts of a drafter.
+
+    Raises:
+      ValueError: one that is nothing, or needs more than a name.
+    """
+    whole = pathlib.Path(name).expanduser().is_dir()
+    found = [choose(part, model) for part in ([name] if whole else name.split("+"))]
+    for source in found:
+        if source.kind not in (*NAMED, STORED):
+            raise ValueError(f"--drafter {source.kind}: give one of {', '.join(NAMED)}, or a drafter's directory")
+    return found
+
+
+def make(
+    parts: list[Source], lm, number: int | None = None, *, tree=None, coupled: bool = False,
+    merged: bool = False,
+):  # fmt: skip
+    """The drafter of some parts."""
+    from specjax import drafters
+
+    given: dict = {} if number is None else {"num_draft_tokens": number}
+    made: list = [
+        stored(part, lm, tree=tree, coupled=coupled, **given) if part.kind == STORED
+        else lookup(part.kind, lm, **given)
+        for part in parts
+    ]  # fmt: skip
+    return made[0] if len(made) == 1 else drafters.cascade(*made, merged=merged)
 
 
 def untrained(kind: str, lm, **options):

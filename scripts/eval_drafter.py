@@ -19,15 +19,13 @@ first token of each text.
 
 import argparse
 import json
-import os
 import pathlib
-import platform
 import sys
 
 import draft_sources
 import jax
-
-LOOKUPS = (draft_sources.AUTO, *draft_sources.LOOKUPS, "cascade")
+from draft_sources import make, sources
+from script_tools import figure_class, machine, progress, write
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -39,8 +37,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--model", default="smollm2-135m-instruct", help="name, GGUF file or directory")
     add("--dtype", default="float32", choices=["float32", "bfloat16"], help="weights when drafting")
     add("--drafter", nargs="+", default=[draft_sources.AUTO], metavar="SOURCE|DIR|NAME",
-        help=f"{', '.join(LOOKUPS)}, a directory, the name of a model, A+B; default the one shipped for --model, else "
-        "ngram")  # fmt: skip
+        help=f"{', '.join(draft_sources.NAMED)}, a directory, the name of a model, A+B; default the one shipped for "
+        "--model, else ngram")  # fmt: skip
     add("--merged", action="store_true", help="parts joined by + make one tree")
     add("--num-draft-tokens", type=int, nargs="+", metavar="N", help="default: each drafter's own")
     add("--tree", help="for heads: children per level as in 3,2,1, or dynamic:NODES,WIDTH,DEPTH; default a chain")
@@ -72,39 +70,6 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
             parser.error(words)
     args.top_p = args.top_p * len(args.temperature) if len(args.top_p) == 1 else args.top_p
     return args
-
-
-# --- drafters
-
-
-def sources(name: str, model: str) -> list[draft_sources.Source]:
-    """The parts of a drafter.
-
-    Raises:
-      ValueError: one that is nothing, or needs more than a name.
-    """
-    whole = pathlib.Path(name).expanduser().is_dir()
-    found = [draft_sources.choose(part, model) for part in ([name] if whole else name.split("+"))]
-    for source in found:
-        if source.kind not in (*LOOKUPS, draft_sources.STORED):
-            raise ValueError(f"--drafter {source.kind}: give one of {', '.join(LOOKUPS)}, or a drafter's directory")
-    return found
-
-
-def make(
-    parts: list[draft_sources.Source], lm, number: int | None = None, *, tree=None, coupled: bool = False,
-    merged: bool = False,
-):  # fmt: skip
-    """The drafter of some parts."""
-    from specjax import drafters
-
-    given: dict = {} if number is None else {"num_draft_tokens": number}
-    made: list = [
-        draft_sources.stored(part, lm, tree=tree, coupled=coupled, **given) if part.kind == draft_sources.STORED
-        else draft_sources.lookup(part.kind, lm, **given)
-        for part in parts
-    ]  # fmt: skip
-    return made[0] if len(made) == 1 else drafters.cascade(*made, merged=merged)
 
 
 def label(parts: list[draft_sources.Source], drafter, args: argparse.Namespace) -> str:
@@ -151,22 +116,6 @@ def said(row, count: int) -> str:
     return f"tau {row.macro:.2f}{ratio}{note}"
 
 
-def progress(text: str) -> None:
-    if sys.stderr.isatty():
-        print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
-
-
-def machine() -> str:
-    name = platform.processor() or platform.machine()
-    cpuinfo = pathlib.Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        names = [line.split(":", 1)[1].strip() for line in cpuinfo.read_text().splitlines() if "model name" in line]
-        name = names[0] if names else name
-    device = jax.devices()[0]
-    what = f"{os.cpu_count()} cores of {name}" if device.platform == "cpu" else device.device_kind
-    return f"{what}, jax {jax.__version__}, load {os.getloadavg()[0]:.1f}"
-
-
 # --- what is shown
 
 
@@ -194,21 +143,6 @@ def facts(args: argparse.Namespace, rows: dict, count: int) -> dict:
     return {"options": options, "prompts": count, "machine": machine(), "results": results}
 
 
-def write(path: pathlib.Path, data: bytes) -> None:
-    """A file that appears whole or not at all."""
-    part = path.with_name(path.name + ".part")
-    part.write_bytes(data)
-    os.replace(part, path)
-
-
-def figure_class():
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise ValueError("--plot needs matplotlib: pip install 'specjax[plots]'") from None
-    return Figure
-
-
 def draw(rows: dict, args: argparse.Namespace) -> None:
     """Bars by category: a row per temperature, tau on the left and the ratio on the right."""
     import io
@@ -217,7 +151,8 @@ def draw(rows: dict, args: argparse.Namespace) -> None:
     measures = ["tau"] + (["ratio"] if any(row.ratio is not None for row in every) else [])
     categories = list(dict.fromkeys(name for row in every for name in row.categories))
     height, width = len(args.temperature), len(measures)
-    figure = figure_class()(figsize=(2 + (1.2 * len(categories) + 3) * width, 3 * height + 0.5), layout="constrained")
+    size = 2 + (1.2 * len(categories) + 3) * width, 3 * height + 0.5
+    figure = figure_class("--plot")(figsize=size, layout="constrained")
     grid = figure.subplots(height, width, squeeze=False)
     for line, law in enumerate(laws(args)):
         for axes, measure in zip(grid[line], measures, strict=True):
@@ -243,7 +178,7 @@ def work(args: argparse.Namespace) -> None:
     from specjax.train.evaluate import Prompt, part, read_prompts
 
     if args.plot:
-        figure_class()  # is it there? Better now than at the end.
+        figure_class("--plot")  # is it there? Better now than at the end.
     if args.prompts:
         prompts = read_prompts(args.prompts)
     else:

@@ -21,6 +21,7 @@ import time
 import draft_sources
 import jax
 from generate_options import check_ranges, options, parse, read_prompts
+from script_tools import progress
 
 
 def report(tau: float | None, acceptance_rate: float | None, alpha: float | None) -> str:
@@ -132,14 +133,6 @@ def measure(models: dict, prompt: str, index: int, drafter, args: argparse.Names
             seconds[name].append(timed(call))
     progress("")
     return summarise(lm, prompt, results, seconds, args)
-
-
-def progress(text: str, line: bool = False) -> None:
-    """A status that overwrites itself on a terminal; elsewhere only what deserves a line of its own."""
-    if sys.stderr.isatty():
-        print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
-    elif line:
-        print(text, file=sys.stderr, flush=True)
 
 
 def summarise(lm, prompt: str, results: dict, seconds: dict, args: argparse.Namespace) -> dict:

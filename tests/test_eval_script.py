@@ -21,7 +21,7 @@ def script():
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(SCRIPTS))
         yield importlib.import_module("eval_drafter")
-    for name in ("eval_drafter", "draft_sources"):
+    for name in ("eval_drafter", "draft_sources", "script_tools"):
         sys.modules.pop(name)
 
 

@@ -17,7 +17,7 @@ def script():
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(SCRIPTS))
         yield importlib.import_module("generate")
-    for name in ("generate", "generate_options", "draft_sources"):
+    for name in ("generate", "generate_options", "draft_sources", "script_tools"):
         sys.modules.pop(name)
 
 
