@@ -201,6 +201,29 @@ def make(
     return made[0] if len(made) == 1 else drafters.cascade(*made, merged=merged)
 
 
+def chain(lm, model: str, number: int | None = None):
+    """The likeliest token after each context under the tables shipped for ``model``, and below it the next: a line,
+    in which every depth is drafted alike, as the closed forms of speculation assume.
+
+    Raises:
+      ValueError: no tables are shipped for the model.
+    """
+    import specjax
+    from specjax.drafters import Tables, recycling, shipped
+
+    folder = shipped.directory(model)
+    params = () if folder is None else specjax.load_drafter(folder, target=lm).params
+    if not isinstance(params, tuple) or len(params) != 2:
+        raise ValueError(f"--drafter chain: no tables are shipped for {model}; name another drafter")
+
+    def best(table, order):  # context, ids, probabilities
+        width = (table.shape[-1] - order) // 2
+        return table[..., [*range(order), order, order + width]]
+
+    tables = Tables(best(params[0], 1), best(params[1], 2), lm.model.vocab_size, 0)
+    return recycling(lm, 7 if number is None else number, tables, candidates=1, copy_weights=(0.0,) * 5)
+
+
 def untrained(kind: str, lm, **options):
     """A head with random weights: it shows that the text does not depend on the drafter, and drafts nothing useful."""
     from specjax.drafters import DFlashConfig, EagleConfig, MedusaConfig, MTPConfig, dflash, eagle, medusa, mtp

@@ -1,0 +1,404 @@
+"""scripts/bench.py: refusals, arithmetic, the check of texts, and whole runs with a tiny model."""
+
+import functools
+import importlib
+import json
+import re
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from specjax import noise, parity
+from specjax.models import LlamaConfig, llama, llama_params
+from specjax.models.language_model import LanguageModel
+from tests.small import position_lm, target
+
+SCRIPTS = Path(__file__).resolve().parent.parent / "scripts"
+MODULES = ("bench", "bench_options", "bench_runs", "bench_parts", "bench_stats", "bench_report", "bench_plots",
+           "bench_peer", "draft_sources", "script_tools", "generate_options")  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def bench():
+    """The modules by their name without "bench_"."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(SCRIPTS))
+        found = {name.removeprefix("bench_"): importlib.import_module(name) for name in MODULES}
+        yield SimpleNamespace(main=found.pop("bench"), **found)
+    for name in MODULES:
+        sys.modules.pop(name)
+
+
+# --- the command line
+
+
+@pytest.mark.parametrize(
+    "line, words",
+    [
+        ("--num-draft-tokens 4 -1", "--num-draft-tokens -1: 1 or more"),
+        ("--batch 1 0", "--batch 0: 1 or more"),
+        ("--repeats 0", "--repeats 0"),
+        ("--per-category 0", "--per-category 0"),
+        ("--max-new-tokens 0", "--max-new-tokens 0"),
+        ("--rule guess", "invalid choice: 'guess'"),
+        ("--dtype float16", "invalid choice: 'float16'"),
+        ("--temperature 0 1 2 --top-p 0.9 1", "one per --temperature"),
+        ("--temperature nan", "--temperature"),
+        ("--top-p 1.5", "--top-p"),
+        ("--html nowhere/a.html", "there is no folder nowhere"),
+        ("--json nowhere/a.json", "there is no folder nowhere"),
+        ("--json .", "is a folder"),
+        ("nowhere.jsonl", "nowhere.jsonl: no such file"),
+        ("--textbook --temperature 0 1", "--textbook takes one"),
+        ("--textbook --no-split", "--no-split"),
+        ("--textbook --drafter", "--textbook needs a drafter"),
+        ("--passes --capacity 64 --length 60", "--capacity"),
+        ("--peer-assistant .", "needs --peer"),
+        ("--seed -1", "--seed"),
+    ],
+)
+def test_the_parser_refuses(bench, capsys, line, words):
+    with pytest.raises(SystemExit) as error:
+        bench.options.parse(line.split())
+    assert error.value.code == 2 and words in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_what_stands_on_the_line_goes_before_a_preset(bench):
+    quick = bench.options.parse(["--quick", "--max-new-tokens", "128"])
+    assert (quick.per_category, quick.max_new_tokens, quick.repeats) == (1, 128, 2)
+    book = bench.options.parse(["--textbook", "--num-draft-tokens", "2", "--drafter", "ngram"])
+    assert book.num_draft_tokens == [2] and book.drafter == ["ngram"] and book.batch[-1] == 32 and book.ignore_eos
+    assert bench.options.parse([]).per_category is None
+
+
+def test_one_top_p_is_for_every_temperature(bench):
+    assert bench.options.parse(["--temperature", "0", "0.7", "--top-p", "0.9"]).top_p == [0.9, 0.9]
+
+
+@pytest.mark.parametrize(
+    "content, line, words",
+    [
+        ("", "", "has no prompt in it"),
+        ('{"prompt": "a"}\n{"prompt": ', "", "line 2: not JSON"),
+        ('{"prompt": "a"}\n[1]', "", "line 2: needs an object with a 'prompt'"),
+        ('{"prompt": "a"}', "--drafter ngram nowhere", "--drafter nowhere is no draft source"),
+        ('{"prompt": "a"}', "--drafter eagle", "--drafter eagle: give one of"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_before_loading(bench, tmp_path, monkeypatch, content, line, words):
+    monkeypatch.setattr("specjax.load", lambda *_, **__: pytest.fail("loaded"))
+    (tmp_path / "p.jsonl").write_text(content)
+    monkeypatch.setattr(sys, "argv", ["bench.py", str(tmp_path / "p.jsonl"), *line.split()])
+    with pytest.raises(SystemExit, match=f"^ValueError: .*{re.escape(words)}"):
+        bench.main.main()
+
+
+def test_a_page_without_matplotlib_is_refused(bench, capsys, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(SystemExit):
+        bench.options.parse(["--html", "a.html"])
+    assert "pip install 'specjax[plots]'" in capsys.readouterr().err
+
+
+def test_groups_hold_every_prompt_and_are_full(bench):
+    texts = [[1] * n for n in (5, 1, 4, 2, 3)]
+    made = bench.runs.groups(texts, ["x", "x", "y", "x", "y"], 2)
+    assert [group.prompts for group in made] == [[1, 3], [4, 2], [0, 1]]
+    assert [group.category for group in made] == ["x", "y", "x"]
+    assert [len(row) for group in made for row in group.ids] == [1, 2, 3, 4, 5, 1]
+    assert [group.prompts for group in bench.runs.groups(texts, "xxyxy", 1)] == [[i] for i in range(5)]
+    assert bench.runs.groups(texts[:2], "xy", 8)[0].prompts == [1, 0] * 4
+
+
+# --- arithmetic
+
+
+def run(tokens, decode, prefill=0.5, **counts):
+    return {"tokens": tokens, "decode": decode, "prefill": [prefill] * len(decode),
+            "wall": [prefill + second for second in decode], **counts}  # fmt: skip
+
+
+def counted(rounds, judged, accepted):
+    return {"passes": rounds, "rounds": rounds, "emitted": rounds + sum(accepted), "proposed": rounds * len(judged),
+            "judged_at": judged, "accepted_at": accepted}  # fmt: skip
+
+
+def made_cell(ways, categories=("x", "y"), batch=1):
+    groups = [{"prompts": [i], "category": name} for i, name in enumerate(categories)]
+    return {"batch": batch, "temperature": 0.0, "top_p": 1.0, "complete": True, "groups": groups, "ways": ways}
+
+
+def plain(dtype, *runs):
+    return {"kind": "plain", "dtype": dtype, "runs": list(runs)}
+
+
+def test_a_ratio_is_against_the_faster_plain_way(bench):
+    drafted = {"kind": "speculative", "dtype": "bfloat16", "drafter": "d", "rule": "match", "num_draft_tokens": 2}
+    ways = {
+        "slow": plain("float32", run(10, [4.0, 6.0, 5.0]), run(30, [9.0, 9.0, 9.0])),
+        "fast": plain("bfloat16", run(10, [2.0, 2.0, 9.0]), run(30, [6.0, 6.0, 6.0])),
+        "new": drafted | {"runs": [run(10, [1.0, 1.0, 1.0], **counted(6, [6, 4], [3, 1])),
+                                   run(20, [3.0, 5.0, 4.0], **counted(10, [10, 6], [6, 4]))]},
+    }  # fmt: skip
+    slow, fast, new = bench.stats.summary(made_cell(ways))
+    assert new["decode_baseline"] == new["wall_baseline"] == "fast" and fast["decode_ratio"] == 1
+    assert slow["decode_rate"] == 40 / 14 and fast["decode_rate"] == 40 / 8 and new["decode_rate"] == 30 / 5
+    assert new["decode_ratio"] == pytest.approx(6 / 5) and new["wall_ratio"] == pytest.approx((30 / 6) / (40 / 9))
+    pairs = [10 / 1 / (10 / 2), 10 / 1 / (10 / 2), 10 / 1 / (10 / 9), 20 / 3 / 5, 20 / 5 / 5, 20 / 4 / 5]
+    assert new["decode_ratio_quartiles"] == pytest.approx(np.quantile(pairs, (0.25, 0.5, 0.75)))
+    low, high = new["decode_ratio_interval"]
+    assert low <= new["decode_ratio"] <= high and low == pytest.approx(1.0) and high == pytest.approx(2.0)
+    assert new["tau"] == (10 + 20) / 16 and new["alpha"] == 14 / 26 and new["per_position"] == [9 / 16, 5 / 10]
+    assert new["categories"]["x"]["wall_ratio"] == pytest.approx((10 / 1.5) / (10 / 2.5))
+    assert new["macro_wall_ratio"] == pytest.approx((2.5 / 1.5 + (20 / 4.5) / (30 / 6.5)) / 2)
+    assert slow["tau"] is None and new["round_ms"] == pytest.approx(5000 / 16)
+
+
+def test_the_parts_of_a_round_predict_its_speed(bench):
+    def split(draft, verify, accept):
+        return {"draft_ms": draft, "verify_ms": verify, "accept_ms": accept}
+
+    ways = {
+        "plain": plain("float32", run(100, [2.0], **counted(100, [], []))) | {"split": split(0.0, 18.0, 1.0)},
+        "new": {"kind": "speculative", "dtype": "float32", "split": split(2.0, 30.0, 3.0),
+                "runs": [run(100, [2.0], **counted(50, [50], [50]))]},
+    }  # fmt: skip
+    first, new = bench.stats.summary(made_cell(ways, ["x"]))
+    assert new["predicted_ratio"] == pytest.approx(2 * 19 / 35) and first["predicted_ratio"] == 1
+    assert new["split"]["round_ms"] == 40 and new["split"]["commit_ms"] == 5
+    assert first["split"]["commit_ms"] == pytest.approx(1)
+
+
+def test_the_closed_forms_are_those_of_the_paper(bench):
+    a, c, v = 0.5, 0.1, 1.5
+    cells = []
+    for batch in (4, 1):
+        ways = {"plain": plain("float32", run(10, [1.0], **counted(10, [], []))) | {
+            "split": {"draft_ms": 0.0, "verify_ms": 9.0, "accept_ms": 1.0}}}  # fmt: skip
+        for k in (1, 3):
+            judged = [8 // 2**i for i in range(k)]
+            ways[f"K={k}"] = {
+                "kind": "speculative", "dtype": "float32", "num_draft_tokens": k,
+                "runs": [run(9, [0.5], **counted(8, judged, [n // 2 for n in judged]))],
+                "split": {"draft_ms": 10 * k * c, "verify_ms": 9 * v, "accept_ms": v},
+            }  # fmt: skip
+        cells.append(made_cell(ways, ["x"], batch))
+    found = bench.stats.textbook(cells)
+    assert found["alpha"] == a and [(row["batch"], row["num_draft_tokens"]) for row in found["lengths"]] == [
+        (1, 1), (1, 3), (4, 1), (4, 3)]  # fmt: skip
+    for row in found["lengths"]:
+        k = row["num_draft_tokens"]
+        tokens = (1 - a ** (k + 1)) / (1 - a)
+        assert row["draft_cost"] == pytest.approx(c) and row["verify_cost"] == pytest.approx(v)
+        assert row["expected_tokens"] == pytest.approx(tokens) and row["ratio"] == pytest.approx(9 / 0.5 / 10)
+        assert row["expected_ratio"] == pytest.approx(tokens / (k * c + 1))
+        assert row["expected_ratio_measured_v"] == pytest.approx(tokens / (k * c + v))
+    assert len(bench.report.textbook(found)) == 5
+
+
+def test_work_counts_weights_once_and_the_text_for_every_row(bench):
+    config = LlamaConfig(48, 16, 32, 2, 4, 2, tie_embeddings=True)
+    params = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), llama_params.abstract_params(config))
+    lm = LanguageModel(llama.model(config), params, config=config)
+    one, bytes_one = bench.parts.work(lm, 1, 1, 10)
+    leaves = jax.tree.leaves(lm.params)
+    weights, matrices = sum(x.size for x in leaves), sum(x.size for x in leaves if x.ndim > 1)
+    cached = 2 * 2 * 2 * 4  # layers, keys and values, key heads, width of a head
+    assert bytes_one == 4 * (weights + cached * 11) and one == 2 * matrices + 2 * 2 * cached * 10.5
+    many, bytes_many = bench.parts.work(lm, 3, 1, 10)
+    assert many == 3 * one and bytes_many == bytes_one + 2 * 4 * cached * 11
+
+
+# --- equal texts
+
+
+def test_a_text_that_parts_without_a_near_tie_is_reported(bench):
+    logits = np.zeros((16, 4), np.float32)
+    logits[:, 1], logits[:, 2] = 5.0, 5.0 - 2.0**-16
+    logits[3] = [0, 5, 1, 0]
+    lm, how, law = position_lm(logits), bench.runs.How(4, 0), bench.runs.Law(0.0, 1.0)
+
+    def way(name, kind, tokens, **options):
+        made = bench.runs.Run([tokens], 0.1, 0.2, 0.3)
+        return bench.runs.Way(name, kind, "float32", {}, lambda group, law, warm=False: made, lm=lm, **options)
+
+    group = bench.runs.Group([7], [[0]], "x")
+    ways = [way("plain", "plain", [1, 1, 1, 1]), way("same", "speculative", [1, 1, 1, 1]),
+            way("tie", "speculative", [1, 2, 1, 1]), way("wrong", "speculative", [1, 1, 1, 2])]  # fmt: skip
+    seen = []
+    cell = bench.runs.cell(ways, [group], law, 2, how, saved=lambda cell: seen.append(cell["complete"]))
+    assert seen == [True] and "equality" not in cell["ways"]["plain"]
+    assert cell["ways"]["same"]["equality"] == {"texts": 1, "equal": 1, "parted": []}
+    (place,) = cell["ways"]["tie"]["equality"]["parted"]
+    assert place["near_tie"] and place["token"] == 1 and 0 < place["margin"] < 1e-4
+    (words,) = bench.runs.unequal([cell])
+    assert words.startswith("wrong, batch 1, T=0: prompt 7 parts from plain decoding at token 3") and "4.00" in words
+    assert "1 DIFFER" in bench.report.texts(cell["ways"]["wrong"]["equality"])
+    drawn = bench.runs.cell([ways[0], ways[3]._replace(rule="rejection")], [group], bench.runs.Law(1.0, 1.0), 1, how)
+    assert "equality" not in drawn["ways"]["wrong"], "this rule promises the law, not the text"
+
+
+def test_every_way_has_its_turn_at_the_front(bench):
+    order = []
+
+    def way(name):
+        def made(group, law, warm=False):
+            order.append(f"warm {name}" if warm else name)
+            return bench.runs.Run([[1]], 0.1, 0.2, 0.3)
+
+        return bench.runs.Way(name, "plain", name, {}, made)
+
+    group = bench.runs.Group([0], [[0]], "x")
+    bench.runs.cell([way("a"), way("b")], [group, group], bench.runs.Law(0.0, 1.0), 2, bench.runs.How(4, 0))
+    assert order == ["warm a", "warm b", *"abba"] * 2
+
+
+@pytest.mark.parametrize("top_p, a, b", [(1.0, 0, 1), (0.8, 0, 1), (0.8, 2, 3)])
+def test_the_margin_of_a_drawn_token_is_that_of_noise_or_nucleus(top_p, a, b):
+    probs = np.asarray([0.4, 0.3, 0.15, 0.1, 0.05])
+    found = parity.divergence(position_lm(np.tile(np.log(probs) * 0.5, (8, 1))), [0, 1], [a], [b], temperature=0.5,
+                              top_p=top_p, seed=3)  # fmt: skip
+    before = np.asarray([0.0, 0.4, 0.7, 0.85, 0.95])
+    drawn = np.asarray(noise.gumbel(noise.row_keys([3]), jnp.asarray([2]), 5)[0])
+    scores = np.where(before < top_p, np.log(probs) + drawn, -np.inf)
+    edges = [abs(before[token] - top_p) for token in (a, b)] if top_p < 1 else []
+    best, second = np.sort(scores)[:-3:-1]
+    assert found is not None and found.index == 0
+    assert found.margin == pytest.approx(min(best - second, *edges, np.inf), abs=1e-5)
+
+
+# --- whole runs
+
+
+def program(bench, monkeypatch, path, line):
+    """The program with a tiny model and two prompts; its status."""
+    monkeypatch.setattr("specjax.load", lambda name, dtype: target())
+    monkeypatch.setattr("jax.config.update", lambda *_: None)  # the cache of compiled programs stays where it is
+    small = {"read": 1000, "side": 16}
+    for name in ("add_ceilings", "ceilings"):
+        monkeypatch.setattr(bench.parts, name, functools.partial(getattr(bench.parts, name), **small))
+    (path / "p.jsonl").write_text('{"prompt": "ab c", "category": "x"}\n{"prompt": "c ab c ab", "category": "y"}\n')
+    argv = f"bench.py {path / 'p.jsonl'} --max-new-tokens 8 --dtype float32 {line}"
+    monkeypatch.setattr(sys, "argv", argv.split())
+    with pytest.raises(SystemExit) as ended:
+        bench.main.main()
+    return ended.value.code
+
+
+def test_a_run_measures_compares_and_draws_in_one_file(bench, tmp_path, monkeypatch, capsys):
+    pytest.importorskip("matplotlib")
+    line = "--drafter ngram --num-draft-tokens 2 --batch 1 2 --textbook --per-category 1 --max-new-tokens 8"
+    line += f" --repeats 1 --json {tmp_path / 'a.json'} --html {tmp_path / 'a.html'}"
+    assert program(bench, monkeypatch, tmp_path, line) == 0
+    printed = capsys.readouterr().out
+    found = json.loads((tmp_path / "a.json").read_text())
+    names = ["plain float32", "plain bfloat16", "ngram K=2 float32"]
+    assert [(cell["batch"], cell["complete"], list(cell["ways"])) for cell in found["cells"]] == [
+        (1, True, names), (2, True, names)]  # fmt: skip
+    assert [len(cell["groups"]) for cell in found["cells"]] == [2, 1]
+    for cell, rows in zip(found["cells"], found["summary"], strict=True):
+        for name, row in zip(names, rows, strict=True):
+            way = cell["ways"][name]
+            assert sum(run["emitted"] for run in way["runs"]) == row["tokens"] == 16, "two texts of eight tokens"
+            assert all(len(run["decode"]) == 1 and run["wall"][0] >= run["decode"][0] > 0 for run in way["runs"])
+            assert row["decode_rate"] > 0 and row["predicted_ratio"] > 0 and row["split"]["bytes"] > 0
+            assert sum(row["split"]["windows"].values()) == pytest.approx(1)
+            if way["kind"] == "speculative":
+                assert row["equality"]["equal"] == row["equality"]["texts"] == 2 and row["tau"] >= 1
+    assert found["unequal"] == [] and len(found["textbook"]["lengths"]) == 2
+    assert "4 of 4 compared texts are those of plain decoding" in printed and "No text differs" in printed
+    page = (tmp_path / "a.html").read_text()
+    assert page.count("<svg") == 7 and "4 of 4 compared texts" in page and "Closed forms" in page
+    assert not re.search(r"""(src|href)=["'](?!#)|<script|@import|url\((?!#)""", page), "something would be fetched"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.html", "a.json", "p.jsonl"]
+
+
+def test_an_interrupted_run_keeps_what_was_measured(bench, tmp_path, monkeypatch, capsys):
+    decode, calls = bench.runs.decode, []
+
+    def interrupted(*args):
+        calls.append(args)
+        if len(calls) > 8:
+            raise KeyboardInterrupt
+        return decode(*args)
+
+    monkeypatch.setattr(bench.runs, "decode", interrupted)
+    line = f"--drafter ngram --repeats 1 --no-split --temperature 1 --rule rejection --json {tmp_path / 'a.json'}"
+    assert program(bench, monkeypatch, tmp_path, line) == 130
+    (cell,) = json.loads((tmp_path / "a.json").read_text())["cells"]
+    assert not cell["complete"] and [len(way["runs"]) for way in cell["ways"].values()] == [1, 1, 1]
+    said = capsys.readouterr()
+    assert "interrupted; what was measured is in" in said.err and "stopped" not in said.err
+    assert "1 decodings under rules that promise the law and not the text were not compared" in said.out
+
+
+def test_single_passes_are_measured_without_a_text(bench, tmp_path, monkeypatch, capsys):
+    line = f"--passes --repeats 1 --capacity 32 --length 8 --batch 1 --json {tmp_path / 'a.json'}"
+    monkeypatch.setattr(bench.main, "TURNS", 1)
+    assert program(bench, monkeypatch, tmp_path, line) == 0
+    rows = json.loads((tmp_path / "a.json").read_text())["passes"]
+    assert [row["window"] for row in rows] == [1, 2, 4, 8, 16] * 2 and min(row["plain_steps"] for row in rows) > 0
+    assert "plain steps" in capsys.readouterr().out
+
+
+# --- the peer
+
+ANSWERS = """
+import json, sys
+for line in sys.stdin:
+    asked = json.loads(line)
+    if asked.get("mode") == "prompt lookup":
+        sys.exit(3)
+    new = [[5] * asked["max_new_tokens"] for _ in asked["ids"]] if asked else None
+    print(json.dumps({"tokens": new, "first": 0.5, "wall": 2.0} if asked else {"version": "peer 1"}), flush=True)
+"""
+
+
+def test_a_peer_is_a_process_that_answers(bench, tmp_path):
+    (tmp_path / "peer.py").write_text(ANSWERS)
+    peer = bench.peer.Peer([sys.executable, str(tmp_path / "peer.py")])
+    try:
+        args = SimpleNamespace(dtype=["float32"], peer_assistant=None)
+        plainly, lookup = bench.peer.ways(peer, args, bench.runs.How(4, 0))
+        assert (plainly.name, plainly.kind, plainly.facts) == (
+            "transformers plain float32", "peer", {"library": "peer 1"})  # fmt: skip
+        group = bench.runs.Group([0], [[1, 2]], "x")
+        assert plainly.run(group, bench.runs.Law(0.0, 1.0)) == bench.runs.Run([[5] * 4], 0.5, 1.5, 2.0)
+        with pytest.raises(ValueError, match="the peer ended with status 3"):
+            lookup.run(group, bench.runs.Law(0.0, 1.0))
+    finally:
+        peer.close()
+
+
+def test_a_peer_that_is_not_installed_is_refused_with_the_remedy(bench, tmp_path, monkeypatch):
+    lacking = tmp_path / "python"
+    lacking.write_text("#!/bin/sh\nexit 1\n")
+    lacking.chmod(0o755)
+    line = f"--drafter ngram --peer transformers --peer-python {lacking}"
+    said = program(bench, monkeypatch, tmp_path, line)
+    assert said.startswith("ValueError: --peer transformers needs torch") and "pip install 'specjax[peers]'" in said
+    said = program(bench, monkeypatch, tmp_path, f"{line}-nowhere")
+    assert "No such file" in said
+
+
+def test_what_a_peer_wrote_ends_with_its_first_end_token(bench):
+    assert bench.peer.cut([4, 5, 2, 0, 0], {2}, False) == [4, 5, 2]
+    assert bench.peer.cut([4, 2, 5], {2}, True) == [4, 2, 5] and bench.peer.cut([4, 5], {2}, False) == [4, 5]
+
+
+def test_rates_of_a_peer_stand_beside_ours(bench):
+    drafted = {"drafter": "d", "rule": "match", "num_draft_tokens": 2}
+    ways = {
+        "plain float32": plain("float32", run(10, [1.5])),
+        "ours": {"kind": "speculative", "dtype": "float32", "runs": [run(10, [0.5])], **drafted},
+        "theirs": {"kind": "peer", "dtype": "float32", "runs": [run(10, [4.5])]},
+        "their lookup": {"kind": "peer", "dtype": "float32", "runs": [run(10, [3.5])], "drafter": "prompt lookup"},
+    }
+    first, second = bench.report.against_peer(made_cell(ways, ["x"]))
+    assert first.startswith("plain float32 is 2.50 times theirs (5.0 and 2.0 tok/s")
+    assert second.startswith("ours is 4.00 times their lookup")
