@@ -32,6 +32,10 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--model", default="smollm2-135m-instruct", help="name, GGUF file or directory")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], help="default float32, for --demo bfloat16")
     draft_sources.add_arguments(parser)
+    parser.add_argument(
+        "--adaptive", action="store_true",
+        help="choose the number of draft tokens before every round, none where drafts do not pay",
+    )  # fmt: skip
     parser.add_argument("--rule", choices=["rejection", "block", "match"], help="default: what suits the drafter")
     parser.add_argument("--chat", action="store_true", help="apply the chat template")
     parser.add_argument("--max-new-tokens", type=int, default=128)
@@ -61,6 +65,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     refusals = [
         *draft_sources.refusals(args),
         (args.compare and args.drafter == "none", "--compare needs a drafter to compare with plain decoding"),
+        (args.adaptive and args.drafter == "none", "--adaptive needs a drafter"),
+        (args.adaptive and args.drafter == "retokenize", "--adaptive needs a drafter that does not run Python"),
         (args.compare and args.max_new_tokens < 1, "--compare needs --max-new-tokens 1 or more"),
         (args.n < 1, "-n must be 1 or more"),
         (args.compare and args.n != 1, "--compare takes one sample per prompt, not -n"),
@@ -140,5 +146,5 @@ def options(args: argparse.Namespace, prompt: int = 0, sample: int = 0) -> dict:
     chosen = {name: getattr(args, name) for name in (*SAMPLING, "max_new_tokens", "rule", "on_capacity")}
     return chosen | {
         "seed": args.seed + prompt * args.n + sample, "chat": args.chat or args.demo, "stop": args.stop,
-        "eos_ids": [] if args.ignore_eos else None,
+        "eos_ids": [] if args.ignore_eos else None, "adaptive": args.adaptive,
     }  # fmt: skip

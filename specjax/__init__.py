@@ -4,6 +4,7 @@ __version__ = "0.1.0"
 
 from specjax import drafters, theory, tree
 from specjax.accept import Typical, accept
+from specjax.adaptive import Adaptive, Fixed, Heuristic
 from specjax.autoregressive import plain
 from specjax.drafters.checkpoint import load_drafter, save_drafter
 from specjax.engine import Engine
@@ -34,12 +35,15 @@ from specjax.warp import warp
 
 __all__ = [
     "Acceptance",
+    "Adaptive",
     "Committed",
     "Counts",
     "Drafter",
     "Engine",
     "Event",
+    "Fixed",
     "Generation",
+    "Heuristic",
     "KVCache",
     "LanguageModel",
     "Limits",

@@ -9,11 +9,12 @@ import numpy as np
 
 from specjax import engine, loop, request
 from specjax.accept import Rule, Typical
+from specjax.adaptive import Policy
 from specjax.models.language_model import LanguageModel, checked
 from specjax.request import Request
 from specjax.result import Detokenizer, Generation, StopStrings, reasons
 from specjax.round import RUNNING, STOP, State
-from specjax.static import whole
+from specjax.static import show, whole
 from specjax.stats import Counts, Stats
 from specjax.types import Drafter
 
@@ -34,6 +35,7 @@ def generate(
     on_capacity: str = "error",
     prefill_chunk: int = 64,
     slots: int | None = None,
+    adaptive: bool | Policy = False,
     **sampling: Any,
 ) -> Generation:
     """Continues prompts with the target's own words, drafted ahead where a drafter is given.
@@ -63,6 +65,11 @@ def generate(
       slots: decode at most this many rows at a time, the next one as soon as a text ends (`specjax.Engine`): for many
         prompts, or texts of unequal length. The result is the same (under "rejection" and "block", in law). None: all
         at once.
+      adaptive: choose the number of draft tokens before every round, for the whole batch, from past rounds: True or
+        `specjax.Adaptive` by measured costs, decoding plainly where drafts do not pay; `specjax.Heuristic` and
+        `specjax.Fixed` to compare. The first use with a model, drafter and batch measures costs for some seconds, see
+        `specjax.theory.cost_model`. Laws do not change; under "rejection" and "block" draws may. Not with slots, nor
+        with drafters that need Python.
       **sampling: temperature (default 0, greedy), top_k, top_p, min_p, repetition_penalty, presence_penalty,
         frequency_penalty, logit_bias, banned_tokens, min_new_tokens; each one value, or one per prompt. See
         `specjax.make_sampling`. The same law holds with and without a drafter.
@@ -73,10 +80,12 @@ def generate(
     """
     if slots is not None:
         slots = whole("slots", slots, 1, "; None decodes all prompts at once")
+        if adaptive is not False and adaptive is not None:
+            raise ValueError(f"adaptive={show(adaptive)} with slots={slots}: rows come and go, give one of the two")
     made = request.make(
         lm, prompts, drafter=drafter, rule=rule, max_new_tokens=max_new_tokens, seed=seed, n=n, chat=chat,
         eos_ids=eos_ids, stop=stop, logprobs=logprobs, on_capacity=on_capacity, prefill_chunk=prefill_chunk,
-        **sampling,
+        adaptive=adaptive, **sampling,
     )  # fmt: skip
     if made is None:
         depth = 0 if drafter is None else drafter.num_draft_tokens
@@ -91,7 +100,7 @@ def generate(
         for _ in rounds:
             pass
         return rounds.result()
-    state = loop.start(made.program.prefill(), made.weights, made.text, made.keys, made.limits, chunk=made.chunk)
+    state = made.start()
     state, record = loop.decode(made.program, made.weights, state, made.sampling, made.limits)
     text, finish, counts, record = jax.device_get((state.text, state.finish, state.counts, record))
     spans = [slice(start, end) for start, end in zip(text.prompt_lengths, text.lengths, strict=True)]
@@ -123,7 +132,7 @@ class Rounds:
 
     def __iter__(self) -> Iterator[list[list[tuple[int, str, bool]]]]:
         made = self.request
-        state = loop.start(made.program.prefill(), made.weights, made.text, made.keys, made.limits, chunk=made.chunk)
+        state = made.start()
         self.finish = jax.device_get(state.finish)
         propose = None if made.host is None else made.host()
         prompts = [] if propose is None else self._prompts()

@@ -11,9 +11,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from specjax import rows
+from specjax import rows, sharding
 from specjax.accept import Rule
-from specjax.round import LENGTH, RUNNING, Limits, Round, State, prefill, round, truncate
+from specjax.adaptive import Outcome, Policy
+from specjax.drafters.late import catch_up
+from specjax.round import LENGTH, RUNNING, Limits, Round, State, once, pad, prefill, round, truncate
 from specjax.static import weak
 from specjax.types import Array, Drafter, Model, PyTree, Sampling, Text
 
@@ -25,10 +27,11 @@ class Program(NamedTuple):
     drafter: Drafter  # without params
     rule: Rule
     logprobs: bool
+    policy: Policy | None = None  # chooses the number of draft tokens round by round; None: always the drafter's
 
     def prefill(self) -> "Program":
         """The part that `start` depends on: one prefill program serves all rules."""
-        return self._replace(rule="", logprobs=False)
+        return self._replace(rule="", logprobs=False, policy=None)
 
 
 class Weights(NamedTuple):
@@ -45,9 +48,12 @@ class Logprobs(NamedTuple):
     warped: Array
 
 
-def split(model: Model, params: PyTree, drafter: Drafter, rule: Rule, logprobs: bool) -> tuple[Program, Weights]:
+def split(
+    model: Model, params: PyTree, drafter: Drafter, rule: Rule, logprobs: bool, policy: Policy | None = None
+) -> tuple[Program, Weights]:
     """Separates what is compiled in from what is passed in."""
-    return weak(Program(model, drafter._replace(params=(), host=None), rule, logprobs)), Weights(params, drafter.params)
+    program = Program(model, drafter._replace(params=(), host=None), rule, logprobs, policy)
+    return weak(program), Weights(params, drafter.params)
 
 
 def _drafter(program: Program, weights: Weights) -> Drafter:
@@ -92,10 +98,33 @@ cut = jax.jit(truncate, donate_argnums=0)
 
 
 def _round(program: Program, weights: Weights, state: State, sampling: Sampling, limits: Limits):
-    return round(
-        program.model, weights.target, _drafter(program, weights), program.rule, state, sampling, limits,
-        logprobs=program.logprobs,
-    )  # fmt: skip
+    drafter, policy = _drafter(program, weights), program.policy
+
+    def run(state: State, size: int | None) -> tuple[State, Round]:
+        return round(
+            program.model, weights.target, drafter, program.rule, state, sampling, limits, num_draft_tokens=size,
+            logprobs=program.logprobs,
+        )  # fmt: skip
+
+    if policy is None:
+        return run(state, None)
+    sizes, tier = policy.sizes, policy.choose(state.pace)
+    before = state
+    state = state._replace(drafter=catch_up(drafter, state.drafter, jnp.asarray(sizes, jnp.int32)[tier] > 0))
+    blank = jax.eval_shape(lambda state: run(state, sizes[-1])[1], state)
+    carry = (state, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), blank))
+    for index, size in enumerate(sizes):
+
+        def play(carry, size=size):
+            new, info = run(carry[0], size)
+            return new, pad(info, 1 + sizes[-1])
+
+        carry = once(tier == index, play, carry)
+    state, info = carry
+    going = (before.finish == RUNNING) & (state.finish == RUNNING)
+    proposed = state.counts.proposed - before.counts.proposed
+    outcome = Outcome(tier, info.nodes, proposed, info.num_accepted, going)
+    return sharding.settled(program.model.layout, state._replace(pace=policy.update(before.pace, outcome))), info
 
 
 def _record(record: Logprobs, text: Text, info: Round) -> Logprobs:

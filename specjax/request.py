@@ -1,5 +1,6 @@
 """What a user asks for -> checked arrays: prompts, limits, keys, sampling, capacity."""
 
+import dataclasses
 import difflib
 import inspect
 import numbers
@@ -9,14 +10,18 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import multihost_utils
 
-from specjax import noise, options
+from specjax import adaptive as pacing
+from specjax import loop, noise, options, sharding
 from specjax.accept import Rule, check_rule
 from specjax.autoregressive import plain
+from specjax.costs import cost_model, features_of
+from specjax.drafters.late import late
 from specjax.loop import Program, Weights, capacity, split
 from specjax.models.chat import messages_of
 from specjax.models.language_model import LanguageModel, checked
-from specjax.round import Limits
+from specjax.round import Limits, State
 from specjax.static import show, whole
 from specjax.types import Array, Drafter, PyTree, Sampling, Text
 
@@ -36,6 +41,13 @@ class Request(NamedTuple):
     truncated: np.ndarray  # [B] bool, the budget was cut to fit (on_capacity="truncate")
     stop_strings: tuple[str, ...]
     host: Callable[[], Callable[..., PyTree]] | None  # the drafter's
+    pace: PyTree = ()  # state of the program's policy before the first round, numpy
+
+    def start(self) -> State:
+        """The state after prefill."""
+        state = loop.start(self.program.prefill(), self.weights, self.text, self.keys, self.limits, chunk=self.chunk)
+        layout = self.program.model.layout
+        return state._replace(pace=sharding.spread(layout and layout.mesh, jax.tree.map(jnp.asarray, self.pace)))
 
 
 def make(
@@ -53,6 +65,7 @@ def make(
     logprobs: bool = False,
     on_capacity: str = "error",
     prefill_chunk: int = 64,
+    adaptive: bool | pacing.Policy = False,
     **sampling: Any,
 ) -> Request | None:
     """Checks a request; None if there is no prompt in it. See `specjax.generate` for the arguments."""
@@ -60,6 +73,9 @@ def make(
     lm = checked("lm", lm)
     drafter = _drafter(drafter, lm)
     rule = _rule(rule, drafter)
+    policy = pacing.checked(adaptive, drafter.num_draft_tokens)
+    if policy is not None and drafter.host is not None:
+        raise ValueError(f"adaptive={show(adaptive)}: this drafter drafts in Python between the rounds: leave it out")
     n, prefill_chunk = whole("n", n, 1), whole("prefill_chunk", prefill_chunk, 1)
     if prefill_chunk > LONGEST_WINDOW:
         raise ValueError(f"prefill_chunk={show(prefill_chunk)}: must be at most {LONGEST_WINDOW}; 64 to 512 is usual")
@@ -90,11 +106,30 @@ def make(
     text = Text(jnp.repeat(jnp.asarray(tokens), n, axis=0), repeated, repeated)
     limits = Limits(jnp.repeat(jnp.asarray(budget), n), jnp.asarray(sequences))
     each = {name: jnp.repeat(x, n, axis=0) for name, x in laws._asdict().items() if name != "eos_ids"}
-    program, weights = split(lm.model, lm.params, drafter, rule, logprobs)
+    policy, pace = _pace(policy, lm, drafter, count * n)
+    if policy is not None and not policy.sizes[0]:
+        drafter = late(drafter, features_of(lm, drafter))
+    program, weights = split(lm.model, lm.params, drafter, rule, logprobs, policy)
     return Request(
         program, weights, text, noise.row_keys(seeds), laws._replace(**each), limits, prefill_chunk,
-        np.repeat(truncated, n), strings, drafter.host,
+        np.repeat(truncated, n), strings, drafter.host, pace,
     )  # fmt: skip
+
+
+def _pace(
+    policy: pacing.Policy | None, lm: LanguageModel, drafter: Drafter, rows: int
+) -> tuple[pacing.Policy | None, PyTree]:
+    """The policy without costs, which are no part of a program, and its state, which has them."""
+    if not isinstance(policy, pacing.Adaptive):
+        return policy, () if policy is None else jax.device_get(policy.init())
+    costs = policy.costs
+    if costs is None:
+        costs = cost_model(lm, drafter, batch=rows, sizes=policy.sizes)
+        if jax.process_count() > 1:  # each has measured for itself, and all must choose the same
+            verify, draft = multihost_utils.broadcast_one_to_all(np.asarray([costs.verify, costs.draft], np.float32))
+            costs = costs._replace(verify=tuple(verify.tolist()), draft=tuple(draft.tolist()))
+    pace = jax.device_get(dataclasses.replace(policy, costs=costs).init())
+    return dataclasses.replace(policy, costs=None), pace
 
 
 _OPTIONS = set(inspect.signature(make).parameters) - {"lm", "prompts", "sampling"}

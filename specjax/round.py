@@ -45,6 +45,7 @@ class State(NamedTuple):
     keys: Array  # [B] typed keys
     finish: Array  # [B] int32, RUNNING .. NONFINITE
     counts: Counts
+    pace: PyTree = ()  # of the policy that chooses the number of draft tokens, see `specjax.adaptive`
 
 
 class Round(NamedTuple):
@@ -55,6 +56,7 @@ class Round(NamedTuple):
     num_accepted: Array  # [B] draft tokens among them
     raw_logprobs: Array | None  # [B, T] under softmax(logits); None unless asked for
     warped_logprobs: Array | None  # [B, T] under the law that was sampled
+    nodes: Array  # [] int32, draft nodes in the window that the target read
 
 
 def prefill(
@@ -185,11 +187,11 @@ def round(
     carry = (state, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes[1]))
     for below, width in zip([-1, *widths], widths, strict=False):
         chosen = (longest > below) & ((longest <= width) | (width == num_nodes))
-        carry = _once(chosen, lambda carry, width=width: finish_with(width, carry[0], proposal), carry)
+        carry = once(chosen, lambda carry, width=width: finish_with(width, carry[0], proposal), carry)
     return carry
 
 
-def _once(flag: Array, fn: Callable[[PyTree], PyTree], carry: PyTree) -> PyTree:
+def once(flag: Array, fn: Callable[[PyTree], PyTree], carry: PyTree) -> PyTree:
     """``fn(carry)`` where flag, else carry: a loop of at most one step, which unlike ``lax.cond`` copies no cache."""
     return lax.while_loop(lambda c: c[0], lambda c: (jnp.zeros_like(flag), fn(c[1])), (flag, carry))[1]
 
@@ -246,11 +248,10 @@ def _verify_accept_commit(
     )
     committed = Committed(tokens, features, count, text.lengths, seen_window)
     drafter_state = drafter.observe(drafter.params, state.drafter, committed)
-    new_state = State(
+    new_state = state._replace(
         text=text._replace(tokens=_append(text, tokens, count), lengths=text.lengths + count),
         cache=kv.commit(out.cache, None if proposal.parents is None else path, count),
         drafter=drafter_state,
-        keys=state.keys,
         finish=finish,
         counts=state.counts.add(proposal, acceptance, count, state.finish == RUNNING),
     )
@@ -258,12 +259,13 @@ def _verify_accept_commit(
     if logprobs:
         raw = _token_logprobs(out.logits, path, tokens)
         warped = jnp.log(rows.take(probs, path, tokens))
-    info = Round(tokens, count, jnp.minimum(count, num_accepted), raw, warped)
-    return sharding.settled(model.layout, new_state), jax.tree.map(lambda x: _pad(x, 1 + widest), info)
+    info = Round(tokens, count, jnp.minimum(count, num_accepted), raw, warped, jnp.int32(num_nodes))
+    return sharding.settled(model.layout, new_state), pad(info, 1 + widest)
 
 
-def _pad(x: Array, width: int) -> Array:
-    return x if x.ndim == 1 else jnp.pad(x, ((0, 0), (0, width - x.shape[1])))
+def pad(info: Round, width: int) -> Round:
+    """The same for windows of ``width``."""
+    return jax.tree.map(lambda x: x if x.ndim < 2 else jnp.pad(x, ((0, 0), (0, width - x.shape[1]))), info)
 
 
 def _draft(drafter: Drafter, state: State, sampling: Sampling, num_nodes: int) -> tuple[Proposal, PyTree]:

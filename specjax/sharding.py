@@ -190,8 +190,9 @@ def spread(mesh: Mesh | None, tree: PyTree) -> PyTree:
 
 
 def settled(layout: Layout | None, state: Any) -> Any:
-    """What a round leaves, told where it lies: the target's cache as the model has it, all else by rows. A state then
-    lies as it did before, whatever the compiler would choose, and the next round is the same program.
+    """What a round leaves, told where it lies: the target's cache as the model has it, the batch's pace on every device,
+    all else by rows. A state then lies as it did before, whatever the compiler would choose, and the next round is the
+    same program.
 
     Args:
       layout: None changes nothing.
@@ -199,8 +200,9 @@ def settled(layout: Layout | None, state: Any) -> Any:
     """
     if layout is None:
         return state
-    rest = by_rows(layout, state._replace(cache=None), state.text.lengths.shape[0])
-    return rest._replace(cache=layout.cache(state.cache))
+    rest = by_rows(layout, state._replace(cache=None, pace=()), state.text.lengths.shape[0])
+    pace = jax.tree.map(lambda x: layout.bound(("window",) * x.ndim, x), state.pace)
+    return rest._replace(cache=layout.cache(state.cache), pace=pace)
 
 
 def by_rows(layout: Layout, tree: PyTree, batch: int) -> PyTree:

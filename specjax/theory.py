@@ -30,6 +30,8 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from specjax.accept import RULES, accept
+from specjax.costs import CostModel as CostModel
+from specjax.costs import cost_model as cost_model
 from specjax.noise import Role, at, inverse_cdf, row_keys, target_draw, uniform
 from specjax.types import Array, Proposal
 

@@ -33,6 +33,8 @@ def script():
         ("hi --drafter . --draft-checkpoint x", "--draft-checkpoint"),
         ("hi --drafter none --num-draft-tokens 3", "--num-draft-tokens"),
         ("hi --drafter none --compare", "--compare"),
+        ("hi --drafter none --adaptive", "--adaptive"),
+        ("hi --drafter retokenize --draft-model x --adaptive", "--adaptive"),
         ("hi --drafter eagle", "--draft-checkpoint"),
         ("hi --draft-checkpoint x", "--drafter"),
         ("hi --drafter cascade --draft-checkpoint random", "trained"),

@@ -1,0 +1,254 @@
+"""Policies: how many tokens to draft in the next round, decided on the device from past rounds.
+
+A policy is a hashable setting with ``sizes`` (its tiers: the numbers of draft tokens it chooses from) and three pure
+functions: ``init`` makes its state, ``choose`` reads the tier of the next round from it, ``update`` adds what a round
+brought. The tier is chosen before anything is drafted, so whether a token is verified never depends on that token, and
+every exact rule stays exact. Counts are sums of whole numbers over the batch: all replicas choose the same.
+"""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+from specjax.costs import CostModel
+from specjax.static import show, whole
+from specjax.types import Array, PyTree
+
+TIERS = (0, 2, 4, 8, 16)
+PRIOR = 0.7  # acceptance before anything is known; it weighs as much as one judged token
+SAVED = 4  # allowances that past gains may add up to
+
+
+class Outcome(NamedTuple):
+    """What a policy learns from a round."""
+
+    tier: Array  # [] int32, index into the policy's sizes
+    nodes: Array  # [] int32, draft nodes in the window that the target read: at most the tier's, 0 if none were valid
+    proposed: Array  # [B] int32 valid draft nodes
+    accepted: Array  # [B] int32
+    going: Array  # [B] bool: the row took part and goes on, so its block was not cut by an end
+
+
+class Pace(NamedTuple):
+    """State of `Adaptive`. M tiers, N draft tokens in the largest; times in plain rounds."""
+
+    draft: Array  # [M] time of drafting in each tier
+    verify: Array  # [N + 1] time of a window with 0 .. N draft nodes
+    judged: Array  # [M, N] rows that reached depth i + 1 in rounds of a tier, older ones fading; float32
+    accepted: Array  # [M, N] rows that got past it
+    rounds: Array  # [M] rounds of a tier in which something was proposed
+    spent: Array  # [M] what they took, and the drafting in the others
+    balance: Array  # [] time that may still be lost against plain decoding
+    tier: Array  # [] int32, of the next round
+
+
+@dataclasses.dataclass(frozen=True)
+class Adaptive:
+    """The tier of the most expected tokens per second, by measured costs and the acceptance of past rounds.
+
+    It keeps an account. Every emitted token pays in what it would have taken to decode it plainly, plus ``max_loss``;
+    every round is paid from it. A tier is only chosen if the account covers a round in which nothing is accepted. So
+    whatever the drafts are worth, the whole takes at most 1 + ``max_loss`` of plain decoding's time plus ``allowance``
+    plain rounds, as far as the costs are right; and where drafts do not pay, some are tried from time to time.
+
+    Args:
+      tiers: numbers of draft tokens to choose from; 0 is plain decoding, without which there is no account. None: 0, 2,
+        4, 8, 16 and the drafter's own.
+      costs: None: measured once and remembered, see `specjax.theory.cost_model`.
+      decay: weight of the evidence after one more round.
+      margin: share by which another tier must be faster before it replaces the one in use.
+      max_loss: share of plain decoding's time that may be lost.
+      allowance: plain rounds that may be lost besides; past gains may raise it to four times as much.
+    """
+
+    tiers: tuple[int, ...] | None = None
+    costs: CostModel | None = None
+    decay: float = 0.9
+    margin: float = 0.03
+    max_loss: float = 0.01
+    allowance: float = 2.0
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Draft tokens per tier, ascending."""
+        return self.tiers or (0,)
+
+    def init(self) -> Pace:
+        """Starts with the tier that the prior acceptance suggests. Needs ``costs``."""
+        assert self.costs is not None
+        known, most = self.costs, self.sizes[-1]
+        unit = known.verify[0] + known.draft[0]
+        draft = jnp.asarray(np.interp(self.sizes, known.sizes, known.draft) / unit, jnp.float32)
+        verify = jnp.asarray(np.interp(np.arange(most + 1), known.sizes, known.verify) / unit, jnp.float32)
+        judged, accepted = jnp.zeros((2, len(self.sizes), most))
+        rounds, spent = jnp.zeros((2, len(self.sizes)))
+        start = Pace(draft, verify, judged, accepted, rounds, spent, jnp.float32(self.allowance), jnp.int32(-1))
+        return start._replace(tier=self._best(start))
+
+    def choose(self, pace: Pace) -> Array:
+        """[] index of the next round's tier."""
+        return pace.tier
+
+    def update(self, pace: Pace, outcome: Outcome) -> Pace:
+        """After a round."""
+        tier, depth = outcome.tier, jnp.arange(self.sizes[-1], dtype=jnp.int32)[None]
+        here = jnp.arange(len(self.sizes), dtype=jnp.int32) == tier
+        found = outcome.nodes > 0
+        reached = outcome.going[:, None] & (outcome.accepted[:, None] >= depth)
+        passed = outcome.going[:, None] & (outcome.accepted[:, None] > depth)
+        tried = here[:, None] & found & (depth < jnp.asarray(self.sizes, jnp.int32)[:, None])
+
+        def add(old: Array, rows: Array) -> Array:
+            new = jnp.sum(rows, axis=0, dtype=jnp.int32).astype(jnp.float32)
+            return self.decay * old + jnp.where(tried, new[None], 0.0)
+
+        took = pace.draft[tier] + pace.verify[outcome.nodes]
+        # A round in which nothing was found to propose is a plain one: only the search is charged to the tier.
+        charged = jnp.where(found, took, pace.draft[tier])
+        going = jnp.sum(outcome.going, dtype=jnp.int32)
+        emitted = going + jnp.sum(jnp.where(outcome.going, outcome.accepted, 0), dtype=jnp.int32)
+        each = emitted.astype(jnp.float32) / jnp.maximum(going, 1).astype(jnp.float32)
+        paid = jnp.where(going > 0, each * (1 + self.max_loss) - took, 0.0)
+        pace = pace._replace(
+            judged=add(pace.judged, reached),
+            accepted=add(pace.accepted, passed),
+            rounds=self.decay * pace.rounds + (here & found).astype(jnp.float32),
+            spent=self.decay * pace.spent + jnp.where(here, charged, 0.0),
+            balance=jnp.minimum(pace.balance + paid, SAVED * self.allowance),
+        )
+        return pace._replace(tier=self._best(pace))
+
+    def _best(self, pace: Pace) -> Array:
+        """The tier of the most tokens per time among those that the account covers."""
+        sizes = np.asarray(self.sizes)
+        full = pace.draft + pace.verify[sizes]
+        covered = (full - (1 + self.max_loss) <= pace.balance) | jnp.asarray(sizes == 0) | bool(sizes[0])
+        time = jnp.where(jnp.asarray(sizes > 0), (pace.spent + full) / (pace.rounds + 1), full)
+        speed = _tokens(self._acceptance(pace), sizes) / time
+        speed = jnp.where(jnp.arange(len(sizes)) == pace.tier, (1 + self.margin) * speed, speed)
+        return jnp.argmax(jnp.where(covered, speed, 0.0)).astype(jnp.int32)
+
+    def _acceptance(self, pace: Pace) -> Array:
+        """[M, N]: of each tier at each depth; what all tiers saw there counts as one more judged token, and to that one
+        more what was seen at all depths."""
+        everywhere = (jnp.sum(pace.accepted) + PRIOR) / (jnp.sum(pace.judged) + 1)
+        there = (jnp.sum(pace.accepted, axis=0) + everywhere) / (jnp.sum(pace.judged, axis=0) + 1)
+        return (pace.accepted + there[None]) / (pace.judged + 1)
+
+
+def _tokens(acceptance: Array, sizes: np.ndarray) -> Array:
+    """[M] expected tokens of a round in each tier, by acceptance [M, N] of draft token i given those before."""
+    drafted = np.arange(acceptance.shape[1])[None] < sizes[:, None]
+    return 1.0 + jnp.sum(jnp.where(jnp.asarray(drafted), jnp.cumprod(acceptance, axis=1), 0.0), axis=1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Heuristic:
+    """Two draft tokens more after a round in which all were accepted, else one fewer; for comparison.
+
+    The schedule "heuristic" of Hugging Face Transformers' assisted generation, which has one row; here all rows must
+    have accepted all. It never drafts less than one token, so it cannot fall back to plain decoding.
+
+    Args:
+      tiers: numbers of draft tokens that have a program; the largest that fits is used. None: 1, 2, 4, 8, 16 and the
+        drafter's own.
+      start: draft tokens at first; None: the drafter's own number.
+    """
+
+    tiers: tuple[int, ...] | None = None
+    start: int | None = None
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Draft tokens per tier, ascending."""
+        return self.tiers or (1,)
+
+    def init(self) -> Array:
+        """[] int32: draft tokens of the next round, before they are cut to a tier."""
+        return jnp.int32(self.sizes[-1] if self.start is None else min(self.start, self.sizes[-1]))
+
+    def choose(self, wanted: Array) -> Array:
+        """[] index of the largest tier that is not larger than wanted."""
+        return jnp.maximum(jnp.sum(jnp.asarray(self.sizes, jnp.int32) <= wanted, dtype=jnp.int32) - 1, 0)
+
+    def update(self, wanted: Array, outcome: Outcome) -> Array:
+        """After a round."""
+        everything = jnp.all((outcome.accepted >= outcome.proposed) | ~outcome.going) & (outcome.nodes > 0)
+        return jnp.clip(wanted + jnp.where(everything, 2, -1), 1, self.sizes[-1]).astype(jnp.int32)
+
+
+@dataclasses.dataclass(frozen=True)
+class Fixed:
+    """The same number of draft tokens in every round, for comparison.
+
+    Args:
+      num_draft_tokens: 0 (plain decoding) to the drafter's own number.
+    """
+
+    num_draft_tokens: int
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The one tier."""
+        return (self.num_draft_tokens,)
+
+    def init(self) -> tuple:
+        """Nothing to remember."""
+        return ()
+
+    def choose(self, state: PyTree) -> Array:
+        """[] 0."""
+        return jnp.int32(0)
+
+    def update(self, state: PyTree, outcome: Outcome) -> PyTree:
+        """Nothing is learned."""
+        return state
+
+
+Policy = Adaptive | Heuristic | Fixed
+
+
+def checked(adaptive: Any, num_draft_tokens: int) -> Policy | None:
+    """The policy with its tiers filled in; None for False, and where a drafter drafts nothing.
+
+    Raises:
+      ValueError: no policy; tiers that are no numbers of draft tokens of this drafter; settings out of range.
+    """
+    if adaptive is False or adaptive is None:
+        return None
+    policy = Adaptive() if adaptive is True else adaptive
+    if not isinstance(policy, Policy):
+        raise ValueError(f"adaptive={show(adaptive)}: give True, False, or specjax.Adaptive(), Heuristic() or Fixed(k)")
+    if not num_draft_tokens:
+        return None
+    if isinstance(policy, Fixed):
+        return Fixed(*_sizes("num_draft_tokens", (policy.num_draft_tokens,), 0, num_draft_tokens))
+    tiers, least = policy.tiers, 0 if isinstance(policy, Adaptive) else 1
+    if tiers is None:
+        tiers = (*(size for size in (least, *TIERS[1:]) if size < num_draft_tokens), num_draft_tokens)
+    policy = dataclasses.replace(policy, tiers=_sizes("tiers", tiers, least, num_draft_tokens))
+    if isinstance(policy, Heuristic):
+        if policy.start is not None:
+            whole("adaptive.start", policy.start, 1)
+        return policy
+    for name, low, high in (("decay", 0, 1), ("margin", 0, 1), ("max_loss", 1e-4, 1), ("allowance", 0, 1e6)):
+        value = getattr(policy, name)
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high:
+            raise ValueError(f"adaptive.{name}={show(value)}: must be a number from {low} to {high:g}")
+    if policy.costs is not None:
+        if not isinstance(policy.costs, CostModel):
+            raise ValueError(f"adaptive.costs={show(policy.costs)}: give None or what theory.cost_model returned")
+        policy.costs.seconds((0, policy.sizes[-1]))
+    return policy
+
+
+def _sizes(name: str, tiers: Any, least: int, most: int) -> tuple[int, ...]:
+    words = f"adaptive.{name}={show(tiers)}: give different numbers of draft tokens from {least} to {most}"
+    if not isinstance(tiers, (tuple, list)) or not len(tiers):
+        raise ValueError(words)
+    sizes = tuple(sorted({whole(f"adaptive.{name}", size, least) for size in tiers}))
+    if sizes[-1] > most or len(sizes) != len(tiers):
+        raise ValueError(words)
+    return sizes

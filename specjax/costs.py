@@ -1,0 +1,259 @@
+"""What rounds cost on this machine, measured, and the number of draft tokens that this makes best.
+
+A round of n draft tokens takes verify(n) + draft(n); with the acceptance a_i of draft token i given that the ones
+before were accepted it emits E = 1 + a_1 + a_1 a_2 + .. + a_1 .. a_n tokens (Leviathan et al., Fast Inference from
+Transformers via Speculative Decoding, arXiv 2211.17192, 2023, with a measured cost of verification).
+"""
+
+import functools
+import hashlib
+import json
+import os
+import pathlib
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specjax import noise
+from specjax.drafters.late import DELAY, late
+from specjax.models.fetch import cache_dir
+from specjax.models.language_model import LanguageModel, checked
+from specjax.options import make_sampling
+from specjax.static import Bound, show, whole
+from specjax.types import Array, Committed, Drafter, Sparse, Text, Window
+
+CAPACITY = 512  # slots of the caches that are measured, half of them filled
+REPEATS = 7  # of every measurement, taken in turn; the median counts
+
+
+class CostModel(NamedTuple):
+    """Time of a round by number of draft tokens, in seconds or any unit; straight lines between the numbers."""
+
+    sizes: tuple[int, ...]  # ascending, the first is 0
+    verify: tuple[float, ...]  # the target reads a window of 1 + n tokens
+    draft: tuple[float, ...]  # the drafter drafts n tokens and reads what was committed; of 0 tokens, it only reads
+
+    def seconds(self, sizes: Sequence[int]) -> tuple[float, ...]:
+        """Time of a round of each of these numbers of draft tokens.
+
+        Raises:
+          ValueError: numbers outside the measured range; costs that are no positive numbers, one per size.
+        """
+        many = len(self.sizes)
+        right = many and self.sizes[0] == 0 and all(a < b for a, b in zip(self.sizes, self.sizes[1:]))
+        right = right and many == len(self.verify) == len(self.draft) and min(self.verify) > 0 and min(self.draft) >= 0
+        if not right or not np.isfinite([self.verify, self.draft]).all():
+            raise ValueError(f"costs={show(self)}: give ascending sizes from 0 and a positive time for each of them")
+        if len(sizes) and not 0 <= min(sizes) <= max(sizes) <= self.sizes[-1]:
+            raise ValueError(f"costs={show(self)} are of 0..{self.sizes[-1]} draft tokens, not of {show(sizes)}")
+        total = np.asarray(self.verify) + np.asarray(self.draft)
+        return tuple(float(x) for x in np.interp(sizes, self.sizes, total))
+
+    def tokens_per_second(self, acceptance: Sequence[float | None]) -> dict[int, float]:
+        """Expected tokens per second and row for each measured number of draft tokens that has acceptances.
+
+        Args:
+          acceptance: a_1 .. a_N, for instance ``stats.per_position``; it ends before the first None.
+        """
+        known = [*acceptance, None]
+        chain = [float(a) for a in known[: known.index(None)] if a is not None]
+        sizes = [size for size in self.sizes if size <= len(chain)]
+        emitted = 1 + np.concatenate([[0.0], np.cumsum(np.cumprod(chain))])
+        return {size: float(emitted[size]) / time for size, time in zip(sizes, self.seconds(sizes))}
+
+    def best(self, acceptance: Sequence[float | None]) -> int:
+        """The measured number of draft tokens of the most `tokens_per_second`; 0 where speculation does not pay."""
+        speeds = self.tokens_per_second(acceptance)
+        return max(speeds, key=lambda size: speeds[size])
+
+
+def cost_model(
+    lm: LanguageModel, drafter: Drafter, *, batch: int = 1, sizes: Sequence[int] | None = None, refresh: bool = False
+) -> CostModel:
+    """Measures the target's windows and the drafter on this machine, in seconds, once.
+
+    The result is kept in specjax's cache directory (``$SPECJAX_CACHE``) by model, dtype, devices, batch, drafter and
+    version of jax. Accept rules and samplers are not measured.
+
+    Args:
+      lm, drafter: what will decode.
+      batch: rows B.
+      sizes: numbers of draft tokens to measure, besides 0. None: 1, 2, 4, .. and the drafter's own.
+      refresh: measure again.
+
+    Raises:
+      ValueError: sizes out of the drafter's range, batch no whole number above 0, a drafter that needs Python.
+    """
+    lm, batch = checked("lm", lm), whole("batch", batch, 1)
+    most = drafter.num_draft_tokens
+    if drafter.host is not None:
+        raise ValueError("a drafter that drafts in Python between the rounds cannot be measured alone")
+    if sizes is None:
+        sizes = [*(1 << i for i in range(most.bit_length()) if 1 << i < most), most]
+    wanted = tuple(sorted({0, *(whole("sizes", size, 0) for size in sizes)}))
+    if wanted[-1] > most:
+        raise ValueError(f"sizes={show(sizes)}: give numbers of draft tokens, 0 to the drafter's {most}")
+    path = cache_dir() / "costs" / f"{_key(lm, drafter, batch, wanted)}.json"
+    found = None if refresh else _read(path, wanted)
+    if found is None:
+        found = _measure(lm, drafter, batch, wanted)
+        _write(path, found)
+    return found
+
+
+def _measure(lm: LanguageModel, drafter: Drafter, batch: int, sizes: tuple[int, ...]) -> CostModel:
+    """Medians of measurements taken in turn, so that a slow moment of the machine meets all of them."""
+    calls = [_reader(lm, drafter, batch, size) for size in sizes]
+    calls += [_draftsman(lm, drafter, batch, size) for size in sizes]
+    times = np.zeros((REPEATS, len(calls)))
+    for repeat in range(-1, REPEATS):  # the first time compiles
+        for i, call in enumerate(calls):
+            begin = time.perf_counter()
+            jax.block_until_ready(call())
+            times[max(repeat, 0), i] = time.perf_counter() - begin
+    median = np.median(times, axis=0)
+    verify, draft = median[: len(sizes)], median[len(sizes) :]
+    if reads_late(lm, drafter):
+        draft[0] /= DELAY
+    return CostModel(sizes, tuple(verify.tolist()), tuple(draft.tolist()))
+
+
+def features_of(lm: LanguageModel, drafter: Drafter) -> Any:
+    """Shape and dtype of the target's features that the drafter asks for."""
+    token = jnp.zeros((1, 1), jnp.int32)
+    apply = functools.partial(lm.model.apply, feature_layers=drafter.feature_layers)
+    return jax.eval_shape(lambda: apply(lm.params, token, token, None, lm.model.init_cache(1, 8))).features
+
+
+def reads_late(lm: LanguageModel, drafter: Drafter) -> bool:
+    """Whether what plain rounds commit is read many tokens at a time, see `specjax.drafters.late`."""
+    return late(drafter, features_of(lm, drafter)) is not drafter
+
+
+def _capacity(lm: LanguageModel, drafter: Drafter) -> int:
+    """CAPACITY, or what the contexts allow, in steps of 8."""
+    limits = [x for x in (lm.model.context_length, drafter.context_length) if x is not None]
+    return -(-max(min([CAPACITY, *limits]), 4 * (2 + drafter.num_draft_tokens)) // 8) * 8
+
+
+def _reader(lm: LanguageModel, drafter: Drafter, batch: int, size: int) -> Callable[[], Any]:
+    """Calls the target on a window of 1 + size tokens, its cache half full and updated in place."""
+    slots = _capacity(lm, drafter)
+    tokens = jnp.zeros((batch, 1 + size), jnp.int32)
+    positions = jnp.broadcast_to(slots // 2 + jnp.arange(1 + size, dtype=jnp.int32)[None], tokens.shape)
+    apply = functools.partial(lm.model.apply, feature_layers=drafter.feature_layers)
+
+    @functools.partial(jax.jit, donate_argnums=1)
+    def read(params, cache):
+        out = apply(params, tokens, positions, None, cache)
+        return out.cache, jnp.argmax(out.logits, axis=-1)
+
+    cache = lm.model.init_cache(batch, slots)
+    held = [cache._replace(lengths=jnp.full(batch, slots // 2, jnp.int32))]
+
+    def call():
+        held[0], said = read(lm.params, held[0])
+        return said
+
+    return call
+
+
+def _draftsman(lm: LanguageModel, drafter: Drafter, batch: int, size: int) -> Callable[[], Any]:
+    """Calls the drafter as a round of size nodes does: a draft, then one committed token to read; without nodes, only
+    to read, a window of tokens that waited if it reads late."""
+    slots, vocab = _capacity(lm, drafter), lm.model.vocab_size
+    lengths = jnp.full(batch, slots // 2, jnp.int32)
+    words = np.random.default_rng(0).integers(0, vocab, (batch, slots))
+    text = Text(jnp.asarray(words, jnp.int32), lengths, lengths)
+    keys, sampling = noise.row_keys(range(batch)), make_sampling(batch, vocab)
+    width = DELAY if not size and reads_late(lm, drafter) else 1 + size
+    committed = _one_token(lm, drafter, text, width)
+
+    @functools.partial(jax.jit, donate_argnums=1)
+    def draft(params, state):
+        said = ()
+        if size:
+            proposal, state = drafter.draft(params, keys, state, text, sampling, size)
+            said = proposal.tokens
+        return drafter.observe(params, state, committed), said
+
+    held = [jax.tree.map(jnp.copy, drafter.init(drafter.params, batch, slots + DELAY))]  # parameters are not donated
+
+    def call():
+        held[0], said = draft(drafter.params, held[0])
+        return held[0], said
+
+    return call
+
+
+def _one_token(lm: LanguageModel, drafter: Drafter, text: Text, width: int) -> Committed:
+    """One committed token in a window of ``width``."""
+    batch, features = text.lengths.shape[0], features_of(lm, drafter)
+    tokens, window = text.tokens[:, :width], None
+    if top := drafter.window_top:
+        ids = jnp.broadcast_to(jnp.arange(top, dtype=jnp.int32)[None, None], (batch, width, top))
+        law = Sparse(ids, jnp.full(ids.shape, 1 / (top + 1), jnp.float32))
+        window = Window(tokens, None, jnp.ones(tokens.shape, bool), text.lengths - 1, law)
+    zeros = jnp.zeros((batch, width, features.shape[-1]), features.dtype)
+    return Committed(tokens, zeros, jnp.ones(batch, jnp.int32), text.lengths, window)
+
+
+# --- the cache on disk
+
+
+def _key(lm: LanguageModel, drafter: Drafter, batch: int, sizes: tuple[int, ...]) -> str:
+    """What times depend on: shapes and settings, not the values of weights."""
+    device = jax.devices()[0]
+    facts = {
+        "model": _name(tuple(lm.model)), "weights": _shapes(lm.params), "batch": batch, "sizes": sizes,
+        "drafter": _name(tuple(drafter._replace(params=()))), "draft weights": _shapes(drafter.params),
+        "device": f"{device.platform} {device.device_kind}", "cores": os.cpu_count(), "jax": jax.__version__,
+        "capacity": _capacity(lm, drafter),
+    }  # fmt: skip
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def _shapes(tree: Any) -> list[str]:
+    """Shapes, dtypes and the number of devices of the leaves, each kind once."""
+    def kind(leaf: Any) -> str:
+        return f"{np.shape(leaf)} {jnp.result_type(leaf)} {len(leaf.devices()) if isinstance(leaf, Array) else 1}"
+
+    return sorted(set(map(kind, jax.tree.leaves(tree))))
+
+
+def _name(value: Any) -> str:
+    """Functions and settings by name: without addresses, which change from run to run."""
+    if isinstance(value, Bound):
+        return f"{_name(value.fn)}({', '.join(map(_name, value.args))})"
+    if isinstance(value, tuple):
+        return f"({', '.join(map(_name, value))})"
+    if callable(value):
+        return f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', type(value).__qualname__)}"
+    return repr(value).split(" at 0x")[0]
+
+
+def _read(path: pathlib.Path, sizes: tuple[int, ...]) -> CostModel | None:
+    """None for a file that is not there or is not what was written: then costs are measured again."""
+    try:
+        stored = json.loads(path.read_text())
+        found = CostModel(sizes, tuple(map(float, stored["verify"])), tuple(map(float, stored["draft"])))
+        found.seconds(sizes)
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return found
+
+
+def _write(path: pathlib.Path, costs: CostModel) -> None:
+    """Under a temporary name first. A cache that cannot be written is no reason to fail."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".tmp", delete=False) as file:
+            json.dump(costs._asdict(), file)
+        os.replace(file.name, path)
+    except OSError:
+        return
