@@ -190,8 +190,8 @@ def spread(mesh: Mesh | None, tree: PyTree) -> PyTree:
 
 
 def settled(layout: Layout | None, state: Any) -> Any:
-    """What a round leaves, told where it lies: the target's cache as the model has it, the batch's pace on every device,
-    all else by rows. A state then lies as it did before, whatever the compiler would choose, and the next round is the
+    """What a round leaves, told where it lies: the target's cache as the model has it, the pace on every device, all
+    else by rows. A state then lies as it did before, whatever the compiler would choose, and the next round is the
     same program.
 
     Args:
