@@ -16,6 +16,7 @@ import sys
 import time
 from typing import Any, NamedTuple
 
+import devices
 import jax
 import jax.numpy as jnp
 from distill_options import HEADS, HELD_OUT, parse
@@ -40,7 +41,9 @@ def main() -> None:
 
 
 def work(args) -> None:
+    devices.start(args)
     import specjax
+    from specjax import processes
     from specjax.models.fetch import cache_dir
     from specjax.train.data import read_corpus
     from specjax.train.settings import checked
@@ -57,13 +60,17 @@ def work(args) -> None:
     if args.dry_run:
         say(plan(args, target, more))
         return
-    check_drafter(args)
-    corpora = [write(args, target), *more]
-    if args.student == "tables":
+    mesh = devices.mesh(args) if args.student != "tables" else None
+    if processes.first():
+        check_drafter(args)
+    corpora = [write(args, target), *more]  # each process its part
+    if args.student != "tables":
+        train(args, target, corpora, mesh)  # all together
+    elif processes.first():
         save_tables(args, target, corpora)
-    else:
-        train(args, target, corpora)
-    worth(args, target, corpora)
+    if processes.first():
+        worth(args, target, corpora)
+    processes.wait("the end")
 
 
 def same_target(corpus, target):
@@ -163,18 +170,18 @@ def settings(args, steps: int):
     )  # fmt: skip
 
 
-def train(args, target, corpora) -> None:
-    from specjax.train import draft_lm, mesh, packing
+def train(args, target, corpora, mesh) -> None:
+    from specjax import processes
+    from specjax.train import draft_lm, packing
+    from specjax.train.mesh import place_target
     from specjax.train.trainer import fit
 
     packed = packing.pack(packing.texts_of(*corpora), args.width)
     say(f"rows: {packed.report()}")
     batches = packing.batches(packed, args.batch, args.seed)
     steps = args.steps or max(1, math.ceil(args.epochs * batches.steps_per_epoch))
-    made, devices, given = student(args, target, corpora), None, target.params
-    if args.mesh:
-        devices = mesh.make_mesh(*map(int, args.mesh.split(",")))
-        given = mesh.place_target(devices, target.params)
+    made = student(args, target, corpora)
+    given = target.params if mesh is None else place_target(mesh, target.params)
     say(f"{args.student}: {size(made.params):,} weights, {steps} steps of {args.batch} x {args.width} tokens")
     rewrite = None
     if args.on_policy:
@@ -184,10 +191,11 @@ def train(args, target, corpora) -> None:
         identity={"target": fingerprint(target), "student": repr(named(made.config)), "texts": packed.texts,
                   "rows": [args.batch, args.width],
                   "loss": [args.loss, args.depth, args.decay, args.anchors], "on_policy": args.on_policy},
-        mesh=devices, rewrite=rewrite, evaluate=judge(args, target, corpora, made), tensorboard=args.tensorboard,
+        mesh=mesh, rewrite=rewrite, evaluate=judge(args, target, corpora, made), tensorboard=args.tensorboard,
     )  # fmt: skip
-    save_student(args, target, made, fitted.ema or fitted.params)
-    draw(args)
+    if processes.first():
+        save_student(args, target, made, fitted.ema or fitted.params)
+        draw(args)
 
 
 def named(config: Any) -> Any:

@@ -5,6 +5,8 @@ import json
 import pathlib
 from typing import Any
 
+import devices
+
 # Prompts of everyday kind that nothing is trained on.
 HELD_OUT = [
     "Why is the sky blue? Answer in three sentences.",
@@ -83,7 +85,7 @@ def parser() -> argparse.ArgumentParser:
     train.add_argument("--target-head", action="store_true", help="eagle3: the output head is the target's own rows")
     train.add_argument("--layers", type=int, default=3, help="draft-lm: layers kept of the target")
     train.add_argument("--on-policy", type=int, default=0, help="draft-lm: every so many steps its own text; 0: never")
-    train.add_argument("--mesh", help="devices as DATA,MODEL; default one device")
+    devices.add_arguments(train)
     train.add_argument("--tensorboard", action="store_true", help="event files too (needs tensorboardX)")
     train.add_argument("--log-every", type=int, default=10)
     train.add_argument("--eval-every", type=int, default=0, help="steps between evaluations by decoding; 0: the ends")
@@ -186,7 +188,7 @@ def refusals(args: argparse.Namespace) -> list[tuple[Any, str]]:
     return [
         (student is None, f"--student is missing: choose one of {', '.join(STUDENTS)}"),
         (args.out is None, "--out is missing: the directory of the run"),
-        *numbers, *files,
+        *numbers, *files, *devices.refusals(args),
         *((value is not None and value < 1, f"--{name} must be 1 or more, not {value}") for name, value in
           maximum.items()),
         (args.prompts and args.text, "--prompts and --text exclude each other"),
@@ -204,10 +206,4 @@ def refusals(args: argparse.Namespace) -> list[tuple[Any, str]]:
         (args.on_policy and student != "draft-lm", "--on-policy needs --student draft-lm"),
         (args.depth and student not in HEADS, "--depth needs a head as --student"),
         (args.mesh and student == "tables", "--mesh: tables are not trained"),
-        (args.mesh and not _pair(args.mesh), f"--mesh {args.mesh}: give two numbers as in 8,1"),
     ]  # fmt: skip
-
-
-def _pair(text: str) -> bool:
-    parts = text.split(",")
-    return len(parts) == 2 and all(part.isdecimal() and int(part) > 0 for part in parts)

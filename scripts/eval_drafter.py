@@ -22,6 +22,7 @@ import json
 import pathlib
 import sys
 
+import devices
 import draft_sources
 import jax
 from draft_sources import make, sources
@@ -53,9 +54,11 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--repeats", type=int, default=3, help="with --wall")
     add("--json", type=pathlib.Path, metavar="FILE", help="write everything that was measured, also while it goes on")
     add("--plot", type=pathlib.Path, metavar="FILE", help="draw tau, and the ratio with --wall, by category (.png)")
+    devices.add_arguments(parser)
     args = parser.parse_args(arguments)
     numbers = (args.batch, args.repeats, args.max_new_tokens, args.per_category or 1, *(args.num_draft_tokens or [1]))
     refusals = [
+        *devices.refusals(args),
         (min(numbers) < 1, "--batch, --repeats, --max-new-tokens, --per-category and --num-draft-tokens are 1 or more"),
         (args.per_category == 0, "--per-category is 1 or more"),
         (len(args.top_p) not in (1, len(args.temperature)), "--top-p: give one value, or one per --temperature"),
@@ -90,7 +93,7 @@ def measure(args: argparse.Namespace, lm, prompts, made: dict) -> dict:
     plain = {f"plain {args.dtype}": lm}
     if args.wall:
         other = "bfloat16" if args.dtype == "float32" else "float32"
-        plain[f"plain {other}"] = specjax.load(args.model, dtype=other)
+        plain[f"plain {other}"] = specjax.load(args.model, dtype=other, mesh=devices.mesh(args))
     rows: dict[str, list] = {}
     for name, drafter in made.items():
         for temperature, top_p in zip(args.temperature, args.top_p, strict=True):
@@ -173,7 +176,9 @@ def draw(rows: dict, args: argparse.Namespace) -> None:
 
 
 def work(args: argparse.Namespace) -> None:
+    devices.start(args)
     import specjax
+    from specjax import sharding
     from specjax.models.fetch import cache_dir
     from specjax.train.evaluate import Prompt, part, read_prompts
 
@@ -189,12 +194,14 @@ def work(args: argparse.Namespace) -> None:
     chosen = {name: sources(name, args.model) for name in args.drafter}
     tree = draft_sources.parse_tree(args.tree)
     jax.config.update("jax_compilation_cache_dir", str(cache_dir() / "jax"))
-    lm = specjax.load(args.model, dtype=args.dtype)
+    mesh = devices.mesh(args)
+    lm = specjax.load(args.model, dtype=args.dtype, mesh=mesh)
     made = {}  # all of them before anything is measured
     for number in args.num_draft_tokens or [None]:
         for parts in chosen.values():
             drafter = make(parts, lm, number, tree=tree, coupled=args.coupled, merged=args.merged)
-            made.setdefault(label(parts, drafter, args), drafter)
+            placed = drafter if mesh is None else sharding.place_drafter(mesh, drafter)
+            made.setdefault(label(parts, drafter, args), placed)
     rows = measure(args, lm, prompts, made)
     print_table(rows, args, len(prompts))
     if args.plot:

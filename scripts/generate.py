@@ -18,6 +18,7 @@ import statistics
 import sys
 import time
 
+import devices
 import draft_sources
 import jax
 from generate_options import check_ranges, options, parse, read_prompts
@@ -92,7 +93,7 @@ def compare(lm, prompts: list[str], drafter, args: argparse.Namespace) -> dict:
     interrupted = False
     try:
         other = "bfloat16" if args.dtype == "float32" else "float32"
-        models = {args.dtype: lm, other: specjax.load(args.model, dtype=other)}
+        models = {args.dtype: lm, other: specjax.load(args.model, dtype=other, mesh=devices.mesh(args))}
         if not args.json:
             print(legend(args), flush=True)
         for index, prompt in enumerate(prompts):
@@ -205,8 +206,10 @@ def describe_equality(row: dict, rule: str) -> str:
 
 
 def work(args: argparse.Namespace) -> None:
+    devices.start(args)
     prompts = read_prompts(args)
     import specjax
+    from specjax import sharding
     from specjax.models.fetch import cache_dir
 
     jax.config.update("jax_compilation_cache_dir", str(cache_dir() / "jax"))
@@ -214,8 +217,11 @@ def work(args: argparse.Namespace) -> None:
     if args.drafter != "none":
         print(f"drafter: {draft_sources.choose(args.drafter, args.model).label}", file=sys.stderr)
     print(f"loading {args.model} and compiling (about a minute the first time) ...", file=sys.stderr, flush=True)
-    lm = specjax.load(args.model, dtype=args.dtype)
+    mesh = devices.mesh(args)
+    lm = specjax.load(args.model, dtype=args.dtype, mesh=mesh)
     drafter = draft_sources.build(args, lm)
+    if mesh is not None and drafter is not None:
+        drafter = sharding.place_drafter(mesh, drafter)
     if args.compare:
         result = compare(lm, prompts, drafter, args)
         if args.json:

@@ -5,6 +5,7 @@ import json
 import pathlib
 import sys
 
+import devices
 import draft_sources
 
 # Two prompts of everyday kind, two in which the answer repeats the prompt: there a lookup shines.
@@ -31,6 +32,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--demo", action="store_true", help="built-in prompts for an instruct model (implies --chat)")
     parser.add_argument("--model", default="smollm2-135m-instruct", help="name, GGUF file or directory")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], help="default float32, for --demo bfloat16")
+    devices.add_arguments(parser)
     draft_sources.add_arguments(parser)
     parser.add_argument(
         "--adaptive", action="store_true",
@@ -63,7 +65,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--no-color", action="store_true", help="also: the NO_COLOR environment variable")
     args = parser.parse_args(arguments)
     refusals = [
-        *draft_sources.refusals(args),
+        *draft_sources.refusals(args), *devices.refusals(args),
         (args.compare and args.drafter == "none", "--compare needs a drafter to compare with plain decoding"),
         (args.adaptive and args.drafter == "none", "--adaptive needs a drafter"),
         (args.adaptive and args.drafter == "retokenize", "--adaptive needs a drafter that does not run Python"),

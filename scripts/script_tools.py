@@ -28,7 +28,9 @@ def machine() -> str:
 
 
 def write(path: pathlib.Path, data: bytes) -> None:
-    """A file that appears whole or not at all."""
+    """A file that appears whole or not at all; of several processes the first writes it."""
+    if jax.process_index():
+        return
     part = path.with_name(path.name + ".part")
     part.write_bytes(data)
     os.replace(part, path)

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax import loop, noise, options, request
+from specjax import loop, noise, options, processes, request
 from specjax import slots as compiled
 from specjax.accept import Rule
 from specjax.models.language_model import LanguageModel, checked
@@ -175,7 +175,7 @@ class Engine:
                 dropped, self._dropped = self._dropped, np.zeros(self.slots, bool)
                 self._state, self._step = compiled.step(self._program, self._weights, self._state, dropped, self._ends)
         if self._step is not None:
-            info, self._step = jax.device_get(self._step), None
+            info, self._step = processes.fetch(self._step), None
             for slot, job in enumerate(self._jobs):
                 if job is not None:
                     self._events.append(job.take(slot, info))

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax import engine, loop, request
+from specjax import engine, loop, processes, request
 from specjax.accept import Rule, Typical
 from specjax.adaptive import Policy
 from specjax.models.language_model import LanguageModel, checked
@@ -102,7 +102,7 @@ def generate(
         return rounds.result()
     state = made.start()
     state, record = loop.decode(made.program, made.weights, state, made.sampling, made.limits)
-    text, finish, counts, record = jax.device_get((state.text, state.finish, state.counts, record))
+    text, finish, counts, record = processes.fetch((state.text, state.finish, state.counts, record))
     spans = [slice(start, end) for start, end in zip(text.prompt_lengths, text.lengths, strict=True)]
 
     def take(values):
@@ -133,14 +133,14 @@ class Rounds:
     def __iter__(self) -> Iterator[list[list[tuple[int, str, bool]]]]:
         made = self.request
         state = made.start()
-        self.finish = jax.device_get(state.finish)
+        self.finish = processes.fetch(state.finish)
         propose = None if made.host is None else made.host()
         prompts = [] if propose is None else self._prompts()
         while np.any(self.finish == RUNNING):
             if propose is not None:
                 state = state._replace(drafter=propose(self._rows(prompts)))
             state, info = loop.step(made.program, made.weights, state, made.sampling, made.limits)
-            info, finish, counts, lengths = jax.device_get((info, state.finish, state.counts, state.text.lengths))
+            info, finish, counts, lengths = processes.fetch((info, state.finish, state.counts, state.text.lengths))
             pieces = [self._take(row, info) for row in range(len(self.tokens))]
             kept = np.asarray([len(row) for row in pieces])
             state = self._settle(state, info, finish, counts, lengths, kept)

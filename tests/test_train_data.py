@@ -38,7 +38,7 @@ def prompts(tmp_path_factory):
 
 
 def write(target, directory, **changes):
-    settings = {"tokens": 150, "source": SELF, "batch": 3, "slots": SLOTS, "shard_size": 4}
+    settings = {"tokens": 240, "source": SELF, "batch": 3, "slots": SLOTS, "shard_size": 4}
     return data.write_corpus(target, directory, **({"steps": 4, "progress": False} | settings | changes))
 
 

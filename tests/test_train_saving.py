@@ -1,5 +1,6 @@
 """Runs: what was stopped, or killed, goes on as if it had not been; a directory holds one run; numbers are kept."""
 
+import functools
 import json
 import math
 import os
@@ -14,7 +15,7 @@ import jax
 import numpy as np
 import pytest
 
-from specjax.train import monitor
+from specjax.train import mesh, monitor
 from specjax.train.types import Mean
 from tests.train_toy import BAD, RUN, Stopped, batches, fit, numbers, stopping, weights
 
@@ -181,3 +182,17 @@ def test_numbers_that_json_does_not_know_come_back_as_nan(tmp_path):
     (tmp_path / "m.jsonl").write_text('{"step": 1\n' + json.dumps(rows[0]) + "\n")
     with pytest.raises(ValueError, match="line 1: not a line of metrics"):
         monitor.read(tmp_path / "m.jsonl")
+
+
+def test_a_run_goes_on_on_other_devices(tmp_path):
+    """From one device to a mesh, and on to others: the steps are those of a run on one device."""
+    run = RUN._replace(steps=8, eval_every=0, save_every=2)
+    whole = fit(None, run)
+    for at, shape in ((3, None), (5, (2, 4)), (7, (8, 1))):
+        with pytest.raises(Stopped):
+            there = None if shape is None else mesh.make_mesh(*shape)
+            fit(tmp_path, run, functools.partial(stopping, at=at), mesh=there)
+    made = fit(tmp_path, run, mesh=mesh.make_mesh(1, 8))
+    assert len(made.params["w"].sharding.device_set) == 8
+    np.testing.assert_allclose(made.params["w"], whole.params["w"], atol=1e-6)
+    np.testing.assert_allclose(made.history["loss"], whole.history["loss"], rtol=1e-6)

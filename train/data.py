@@ -2,7 +2,8 @@
 
 A directory holds ``manifest.json`` and ``shard-00000.npz``, ... Shard i holds conversations i * n to (i + 1) * n - 1
 end to end and appears whole or not at all, always the next one. What a conversation says depends on the settings in the
-manifest and its number alone, so a run that was stopped and continued gives what one run would have given.
+manifest and its number alone, so a run that was stopped and continued gives what one run would have given. Of n
+processes each writes every n-th shard into the one directory; then there may be up to n - 1 shards more than asked for.
 
     tokens       [P] conversations end to end
     lengths, starts, temperatures   [n] of each: tokens, first token of the answer, temperature of the answer
@@ -16,12 +17,13 @@ import pathlib
 import shutil
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
+from specjax import processes
 from specjax.models.identity import fingerprint
 from specjax.models.language_model import LanguageModel, checked
 from specjax.static import show, whole
@@ -108,6 +110,8 @@ def write_corpus(
         `specjax.train.sources.ready` and `specjax.train.generate.converse` refuse.
     """
     target, directory = checked("target", target), pathlib.Path(directory)
+    if jax.process_count() > 1 and target.model.layout is not None:
+        raise ValueError("target lies on a mesh: of several processes each writes with its own, load it without a mesh")
     tokens, shard_size = whole("tokens", tokens, 1), whole("shard_size", shard_size, 1)
     seed = whole("seed", seed, 0)
     plan = sources.ready(sources.SelfSynthesis() if source is None else source, target, seed, slots)
@@ -118,43 +122,69 @@ def write_corpus(
     }  # fmt: skip
     corpus = _same(directory, manifest)
     have = _count(corpus) if corpus.shards else 0
+    processes.wait("the corpus was looked at")  # all have seen the same
     last = None if plan.count is None else -(-plan.count // shard_size)
     if have >= tokens or corpus.shards == last:
         return corpus
     _room(directory, tokens - have, plan.count, slots, manifest)
     directory.mkdir(parents=True, exist_ok=True)
-    write_json(directory / MANIFEST, manifest | {"complete": {"shards": corpus.shards, "tokens": have}})
-    first = corpus.shards * shard_size
-    numbers = range(first, plan.count if plan.count is not None else 1 << 32)
+    _note(corpus, have)
+    last = (1 << 32) // shard_size if last is None else last
+    own = range(corpus.shards + jax.process_index(), last, jax.process_count())
+
+    def numbers() -> Iterator[range]:
+        return (_numbers(index, shard_size, plan.count) for index in own)
+
     running = generate.converse(
-        target, (plan.make(number) for number in numbers), opening=plan.opening, middle=plan.middle,
-        answer=plan.answer, seed=seed, batch=batch, slots=slots, steps=steps,
+        target, (plan.make(number) for shard in numbers() for number in shard), opening=plan.opening,
+        middle=plan.middle, answer=plan.answer, seed=seed, batch=batch, slots=slots, steps=steps,
     )  # fmt: skip
     with progress_bar(progress, have, tokens, "tok") as bar:
-        return _collect(corpus, running, have, tokens, plan.count, bar)
+        shards = _full(running, numbers(), bar, corpus.opening)
+        return _collect(corpus, shards, have, tokens, last)
 
 
-def _collect(corpus: Corpus, running: Iterator[Conversation], have: int, goal: int, count: int | None, bar) -> Corpus:
-    """Shards from conversations that end in any order."""
+def _numbers(index: int, size: int, count: int | None) -> range:
+    """Conversations of a shard; ``count``: of all there are."""
+    return range(index * size, (index + 1) * size if count is None else min((index + 1) * size, count))
+
+
+def _full(
+    running: Iterator[Conversation], shards: Iterable[range], bar: Any, opening: int
+) -> Iterator[list[Conversation]]:
+    """The conversations of each shard, from conversations that end in any order."""
     waiting: dict[int, Conversation] = {}
-    size, opening = corpus.manifest["shard_size"], corpus.opening
-    for text in running:
-        waiting[text.number] = text
-        bar.update(len(text.tokens) - opening)
-        while True:
-            numbers = range(corpus.shards * size, (corpus.shards + 1) * size)
-            numbers = numbers if count is None else numbers[: max(0, count - numbers.start)]
-            if not numbers or not all(number in waiting for number in numbers):
-                break
-            texts = [waiting.pop(number) for number in numbers]
-            write_shard(_path(corpus.directory, corpus.shards), texts, corpus.vocab_size)
-            have += sum(len(text.tokens) - opening for text in texts)
-            corpus = corpus._replace(shards=corpus.shards + 1)
-            complete = {"complete": {"shards": corpus.shards, "tokens": have}}
-            write_json(corpus.directory / MANIFEST, corpus.manifest | complete)
-        if have >= goal:
-            break
+    for numbers in shards:
+        while not all(number in waiting for number in numbers):
+            text = next(running)
+            waiting[text.number] = text
+            bar.update(len(text.tokens) - opening)
+        yield [waiting.pop(number) for number in numbers]
+
+
+def _collect(corpus: Corpus, shards: Iterator[list[Conversation]], have: int, goal: int, last: int) -> Corpus:
+    """Writes shards until there is enough: one in each process, then all look how much there is."""
+    opening = corpus.opening
+    while have < goal and corpus.shards < last:
+        index, tokens = corpus.shards + jax.process_index(), 0
+        if index < last:
+            texts = next(shards)
+            write_shard(_path(corpus.directory, index), texts, corpus.vocab_size)
+            tokens = sum(len(text.tokens) - opening for text in texts)
+        have += sum(processes.each(tokens))
+        corpus = corpus._replace(shards=min(corpus.shards + jax.process_count(), last))
+        _note(corpus, have)
+    processes.wait("corpus")
+    if _shards(corpus.directory) < corpus.shards:
+        raise ValueError(f"{corpus.directory} lacks shards that other processes wrote: give a directory that all share")
     return corpus
+
+
+def _note(corpus: Corpus, tokens: int) -> None:
+    """The manifest, with how far it is."""
+    if processes.first():
+        complete = {"complete": {"shards": corpus.shards, "tokens": tokens}}
+        write_json(corpus.directory / MANIFEST, corpus.manifest | complete)
 
 
 def read_corpus(directory: str | os.PathLike) -> Corpus:

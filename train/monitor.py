@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from specjax import processes
 from specjax.train.types import Mean
 
 
@@ -42,7 +43,7 @@ def read(path: str | os.PathLike) -> list[dict[str, Any]]:
 
 
 class Journal:
-    """The lines of a run, in memory and in a file.
+    """The lines of a run, in memory and in a file, which the first of several processes writes.
 
     Args:
       path: of the file, or None.
@@ -56,6 +57,9 @@ class Journal:
             return
         if path.exists() and step:
             self.rows = [row for row in read(path) if row["step"] <= step]
+        if not processes.first():
+            self._path = None
+            return
         part = path.with_name(path.name + ".part")
         part.write_text("".join(json.dumps(row) + "\n" for row in self.rows), encoding="utf-8")
         os.replace(part, path)

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from specjax import processes
 from specjax.static import show
 from specjax.types import PyTree
 
@@ -49,7 +50,11 @@ class Run:
         import orbax.checkpoint as ocp
 
         self.path = pathlib.Path(directory).expanduser().absolute()
-        self._claim({"format": FORMAT, **identity})
+        if processes.first():
+            self._claim({"format": FORMAT, **identity})
+        processes.wait("run.json")
+        if not processes.first():
+            self._claim({"format": FORMAT, **identity})
         options = ocp.CheckpointManagerOptions(max_to_keep=keep, cleanup_tmp_directories=True)
         self._manager = ocp.CheckpointManager(self.path / "checkpoints", options=options)
 

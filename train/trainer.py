@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from specjax import processes
 from specjax.static import show, weak
 from specjax.train import mesh as meshes
 from specjax.train.monitor import Journal, Monitor
@@ -214,15 +215,16 @@ def fit(
     try:
         training = training if run is None else run.restore(training)
         journal = Journal(None if run is None else run.path / "metrics.jsonl", int(training.step))
-        folder = run.path / "tensorboard" if tensorboard and run is not None else None
-        with Monitor(journal, settings.steps, bar=progress, tensorboard=folder) as monitor:
+        folder = run.path / "tensorboard" if tensorboard and run is not None and processes.first() else None
+        with Monitor(journal, settings.steps, bar=progress and processes.first(), tensorboard=folder) as monitor:
             source = _source(batches, int(training.step), settings.steps)
             training = _loop(loss, settings, mesh, training, given, source, run, rewrite, evaluate, monitor)
     finally:
         if run is not None:
             run.close()
     return Fitted(
-        {**training.trained, **training.frozen}, None if training.ema is None else {**training.ema, **training.frozen},
+        processes.local({**training.trained, **training.frozen}),
+        None if training.ema is None else processes.local({**training.ema, **training.frozen}),
         journal.history(), journal.evaluations(),
     )  # fmt: skip
 
@@ -246,7 +248,7 @@ def _loop(
     while done < settings.steps:
         batch = next(source)
         if rewrite is not None:
-            batch = rewrite(done, batch, {**training.trained, **training.frozen})
+            batch = rewrite(done, batch, processes.local({**training.trained, **training.frozen}))
         batch = meshes.share(mesh, batch, settings.accumulate)
         training, row = update(weak(loss), static, mesh, training, given, batch)
         rows.append(row)
@@ -307,4 +309,4 @@ def _take(rows: list[Row], done: int, monitor: Monitor, run: Run | None) -> None
 def _evaluate(evaluate: Any, step: int, training: Training, monitor: Monitor) -> None:
     best = training.trained if training.ema is None else training.ema
     params = jax.tree.map(jnp.copy, {**best, **training.frozen})  # the next step donates its own
-    monitor.evaluation(step, evaluate(step, params))
+    monitor.evaluation(step, evaluate(step, processes.local(params)))

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from specjax import processes
 from specjax.models.language_model import LanguageModel
 
 
@@ -31,6 +32,6 @@ def fingerprint(target: LanguageModel) -> str:
         digest.update(f"{jax.tree_util.keystr(path)} {np.shape(leaf)}".encode())
         if jnp.issubdtype(leaf.dtype, jnp.floating) and leaf.size:
             places = np.linspace(0, leaf.size - 1, num=min(64, leaf.size)).astype(np.int64)
-            some = np.asarray(leaf[np.unravel_index(places, leaf.shape)]).astype(np.float32)
+            some = np.asarray(processes.fetch(leaf[np.unravel_index(places, leaf.shape)])).astype(np.float32)
             digest.update(np.asarray(jnp.asarray(some).astype(jnp.bfloat16)).tobytes())
     return digest.hexdigest()
