@@ -157,7 +157,8 @@ class Quiet:
 
     def update(self) -> None: ...
 
-    def set_description(self, text: str) -> None: ...
+    def set_description(self, text: str) -> None:
+        print(text, file=sys.stderr, flush=True)
 
     def write(self, text: str) -> None:
         print(text, flush=True)

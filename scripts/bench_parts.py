@@ -18,10 +18,12 @@ from bench_runs import PLAIN, Way, make
 from jax import lax
 
 import specjax
+from specjax import cache as kv
 from specjax import loop, tree
 from specjax.round import RUNNING
 from specjax.round import _first as first_nodes
-from specjax.types import Array, Drafter, Model, Proposal
+from specjax.round import _window as window_seen
+from specjax.types import Array, Committed, Drafter, Model, Proposal
 
 STEPS = 4
 READ = 150_000_000  # float32 numbers of the memory stream, 0.6 GB
@@ -137,8 +139,8 @@ def passes(lm, batch: int, width: int, capacity: int, length: int, parents=None,
 # --- the parts of a round
 
 
-@functools.partial(jax.jit, static_argnames=("program", "steps"))
-def _draft(program, weights, state, sampling, *, steps: int = STEPS):
+@functools.partial(jax.jit, static_argnames=("program",))
+def _draft(program, weights, state, sampling, steps: int):
     drafter = program.drafter._replace(params=weights.drafter)
     rows, at = jnp.arange(state.finish.shape[0]), state.text.lengths - 1
 
@@ -170,6 +172,28 @@ def _accept(program, logits: Array, keys: Array, proposal: Proposal, text, sampl
         return logits.at[0, 0, 0].set(corner), taken.next_token
 
     return lax.fori_loop(0, STEPS, step, (logits, jnp.zeros(logits.shape[0], jnp.int32)))
+
+
+@functools.partial(jax.jit, static_argnames=("program",), donate_argnames=("cache",))
+def _commit(program, weights, kept, cache, text, nodes: Proposal, logits: Array, features: Array):
+    """Two tokens a row go to the cache and to the drafter, which sees the window if it asks."""
+    drafter = program.drafter._replace(params=weights.drafter)
+    batch, width = logits.shape[:2]
+    pending = jnp.take_along_axis(text.tokens, text.lengths[:, None] - 1, axis=1)
+    window = jnp.concatenate([pending, nodes.tokens], axis=1)
+    valid = jnp.concatenate([jnp.ones((batch, 1), bool), nodes.valid], axis=1)
+    path = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32)[None], (batch, width))
+    count = jnp.full(batch, min(2, width), jnp.int32)
+
+    def step(_, carry):
+        logits, kept, cache = carry
+        seen = window_seen(drafter, window, nodes.parents, valid, text.lengths - 1, logits)
+        kept = drafter.observe(drafter.params, kept, Committed(window, features, count, text.lengths, seen))
+        after = kv.commit(cache, None if nodes.parents is None else path, count)
+        corner = jnp.where(after.lengths[0] < 0, 0.0, logits[0, 0, 0])  # the same; only we know
+        return logits.at[0, 0, 0].set(corner), kept, after._replace(lengths=cache.lengths)
+
+    return lax.fori_loop(0, STEPS, step, (logits, kept, cache))
 
 
 @functools.partial(jax.jit, static_argnames=("program",))
@@ -217,8 +241,8 @@ def add_round(timer: Timer, way: Way, group, law, how) -> dict:
     none = Proposal(jnp.zeros((batch, 0), jnp.int32), None, None, jnp.zeros((batch, 0), bool))
     shares, proposal = [1.0], None
     if way.kind != PLAIN:
-        proposal = _draft(program, weights, state, made.sampling, steps=1)
-        timer.add(("draft", name), lambda: Part(lambda: _draft(program, weights, state, made.sampling)))
+        proposal = _draft(program, weights, state, made.sampling, 1)
+        timer.add(("draft", name), lambda: Part(lambda: _draft(program, weights, state, made.sampling, STEPS)))
         if len(widths) > 1:
             used = np.asarray(_windows(program, weights, prefilled(), made.sampling, made.limits), np.float64)
             shares = (used / max(1.0, used.sum())).tolist()
@@ -228,14 +252,16 @@ def add_round(timer: Timer, way: Way, group, law, how) -> dict:
         verify = "verify", way.dtype, batch, 1 + width, capacity, nodes.parents is not None, drafter.feature_layers
         timer.add(verify, functools.partial(passes, way.lm, batch, 1 + width, capacity, length, nodes.parents,
                                             drafter.feature_layers))  # fmt: skip
-        timer.add(("accept", name, width), functools.partial(_accept_part, made, state, nodes))
-        named["windows"].append({"nodes": width, "share": share, "verify": verify, "accept": ("accept", name, width)})
+        read = timer.parts[verify].call()
+        timer.add(("accept", name, width), functools.partial(_accept_part, made, state, nodes, read))
+        timer.add(("commit", name, width), functools.partial(_commit_part, made, state, nodes, read))
+        named["windows"].append({"nodes": width, "share": share, "verify": verify, "accept": ("accept", name, width),
+                                 "commit": ("commit", name, width)})  # fmt: skip
     return named
 
 
-def _accept_part(made, state, nodes: Proposal) -> Part:
-    shape = (*nodes.tokens.shape[:1], 1 + nodes.tokens.shape[1], made.program.model.vocab_size)
-    held = [2.0 * jax.random.normal(jax.random.key(0), shape)]
+def _accept_part(made, state, nodes: Proposal, read: tuple[Array, Array]) -> Part:
+    held = [read[0]]
 
     def call():
         held[0], token = _accept(made.program, held[0], made.keys, nodes, state.text, made.sampling)
@@ -244,8 +270,19 @@ def _accept_part(made, state, nodes: Proposal) -> Part:
     return Part(call)
 
 
+def _commit_part(made, state, nodes: Proposal, read: tuple[Array, Array]) -> Part:
+    cache = made.program.model.init_cache(*state.text.tokens.shape)
+    held = [cache._replace(lengths=state.text.lengths - 1)]
+
+    def call():
+        _, kept, held[0] = _commit(made.program, made.weights, state.drafter, held[0], state.text, nodes, *read)
+        return kept, held[0].lengths
+
+    return Part(call)
+
+
 def split(timer: Timer, named: dict) -> dict:
-    """Milliseconds of a round's draft, verify and accept, windows weighted by use; mean width and text length."""
+    """Milliseconds of the parts of a round, windows weighted by use; mean width and text length."""
     windows = named["windows"]
 
     def over(part):
@@ -253,7 +290,8 @@ def split(timer: Timer, named: dict) -> dict:
 
     return {
         "draft_ms": timer.median(named["draft"]) if named["draft"] else 0.0, "verify_ms": over("verify"),
-        "accept_ms": over("accept"), "width": 1 + sum(window["share"] * window["nodes"] for window in windows),
+        "accept_ms": over("accept"), "commit_ms": over("commit"),
+        "width": 1 + sum(window["share"] * window["nodes"] for window in windows),
         "length": named["length"], "windows": {str(1 + w["nodes"]): w["share"] for w in windows},
         "verify_by_window_ms": {str(1 + w["nodes"]): timer.median(w["verify"]) for w in windows},
     }  # fmt: skip

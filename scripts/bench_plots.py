@@ -109,7 +109,7 @@ def predicted(axes, rows: Rows, result: dict) -> bool:
     if points:
         ends = [0.9 * min(min(p[:2]) for p in points), 1.1 * max(max(p[:2]) for p in points)]
         axes.plot(ends, ends, color="black", linewidth=0.8)
-    axes.set(xlabel="predicted: tokens per pass / (draft + verify + accept)", ylabel="measured decode ratio")
+    axes.set(xlabel="predicted: tokens per pass / (draft + verify + accept + commit)", ylabel="measured decode ratio")
     return finished(axes, bool(points))
 
 
@@ -134,9 +134,9 @@ def roofline(axes, rows: Rows, result: dict) -> bool:
 
 
 def time_split(axes, rows: Rows, result: dict) -> bool:
-    names = ("draft_ms", "verify_ms", "accept_ms", "commit_ms")
+    names = [f"{name}_ms" for name in (*bench_stats.PARTS, "rest")]
     bars = [(f"{row['name']}, batch {cell['batch']}, {law(cell)}", row["split"]) for cell, found in rows
-            for row in found if row["split"] and "commit_ms" in row["split"]][:24]  # fmt: skip
+            for row in found if row["split"] and "rest_ms" in row["split"]][:24]  # fmt: skip
     left = [0.0] * len(bars)
     for name in names:
         widths = [max(0.0, part[name]) for _, part in bars]

@@ -8,7 +8,7 @@ import bench_stats
 from bench_runs import Law
 
 HEADS = ("", "tok/s", "quartiles", "whole call", "ratio", "95%", "decode ratio", "tau", "alpha", "texts")
-PARTS = ("", "round ms", "draft", "verify", "accept", "commit", "window", "predicted", "measured", "prefill ms",
+PARTS = ("", "round ms", "draft", "verify", "accept", "commit", "rest", "window", "predicted", "measured", "prefill ms",
          "MB/token", "MFLOP/token", "of read", "of matmul")  # fmt: skip
 STYLE = """body{font:15px/1.5 system-ui,sans-serif;max-width:1100px;margin:2em auto;padding:0 1em;color:#222}
 table{border-collapse:collapse;margin:1em 0;font-size:13px;font-variant-numeric:tabular-nums}
@@ -67,7 +67,7 @@ def parts(cell: dict, ceilings: dict | None) -> list[list[str]]:
         per_token = 1 / row["tokens_per_pass"]
         roof = roofline(row, ceilings)
         lines.append([
-            row["name"], *(number(part[f"{name}_ms"]) for name in ("round", "draft", "verify", "accept", "commit")),
+            row["name"], *(number(part[f"{name}_ms"]) for name in ("round", *bench_stats.PARTS, "rest")),
             number(part["width"], 1), number(row.get("predicted_ratio")), number(row.get("decode_ratio")),
             number(row["prefill_ms"], 0), number(1e-6 * part["bytes"] * per_token, 0),
             number(1e-6 * part["flops"] * per_token, 0), *(f"{100 * share:.0f}%" for share in roof[2:]),

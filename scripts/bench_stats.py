@@ -10,6 +10,7 @@ from specjax import theory
 
 RESAMPLED = 2000
 BASELINES = "plain"
+PARTS = ("draft", "verify", "accept", "commit")
 
 
 def summary(cell: dict) -> list[dict[str, Any]]:
@@ -116,19 +117,22 @@ def _categories(way: dict, reference: dict | None, groups: Sequence[dict], batch
 
 
 def _predict(rows: dict[str, dict], baseline: str | None) -> None:
-    """The speed-up that the parts imply: tokens per pass, over draft + verify + accept in plain steps; and what of a
-    measured round they leave over."""
+    """The speed-up that the parts imply: tokens per pass, over all parts in plain steps; and what of a measured round
+    they leave over."""
     plain = None if baseline is None else rows[baseline]
     for row in rows.values():
         part = row["split"]
         if not part or "round_ms" not in row:
             continue
-        known = part["draft_ms"] + part["verify_ms"] + part["accept_ms"]
-        part |= {"round_ms": row["round_ms"], "commit_ms": row["round_ms"] - known}
+        part |= {"round_ms": row["round_ms"], "rest_ms": row["round_ms"] - _known(part)}
         if plain is None or not plain["split"]:
             continue
-        step = plain["split"]["verify_ms"] + plain["split"]["accept_ms"]
-        row["predicted_ratio"] = row["tokens_per_pass"] / plain["tokens_per_pass"] * step / known
+        tokens = row["tokens_per_pass"] / plain["tokens_per_pass"]
+        row["predicted_ratio"] = tokens * _known(plain["split"]) / _known(part)
+
+
+def _known(part: dict) -> float:
+    return sum(part[f"{name}_ms"] for name in PARTS)
 
 
 # --- Leviathan et al., arXiv 2211.17192 (2023)
@@ -153,12 +157,12 @@ def textbook(cells: Sequence[dict]) -> dict[str, Any]:
     lengths = []
     for batch, rows in tables:
         plain = next(row for row in rows if row["name"] == rows[0]["decode_baseline"])
-        step = plain["split"]["verify_ms"] + plain["split"]["accept_ms"]
+        step = _known(plain["split"])
         for row in rows:
             if row["kind"] != "speculative":
                 continue
             part, count = row["split"], row["num_draft_tokens"]
-            draft, verify = part["draft_ms"] / step, (part["verify_ms"] + part["accept_ms"]) / step
+            draft, verify = part["draft_ms"] / step, (_known(part) - part["draft_ms"]) / step
             lengths.append({
                 "batch": batch, "num_draft_tokens": count, "dtype": row["dtype"], "draft_cost": draft / count,
                 "verify_cost": verify, "tokens_per_round": row["tau"],

@@ -160,18 +160,18 @@ def test_a_ratio_is_against_the_faster_plain_way(bench):
 
 
 def test_the_parts_of_a_round_predict_its_speed(bench):
-    def split(draft, verify, accept):
-        return {"draft_ms": draft, "verify_ms": verify, "accept_ms": accept}
+    def split(*parts):
+        return dict(zip(("draft_ms", "verify_ms", "accept_ms", "commit_ms"), parts, strict=True))
 
     ways = {
-        "plain": plain("float32", run(100, [2.0], **counted(100, [], []))) | {"split": split(0.0, 18.0, 1.0)},
-        "new": {"kind": "speculative", "dtype": "float32", "split": split(2.0, 30.0, 3.0),
+        "plain": plain("float32", run(100, [2.0], **counted(100, [], []))) | {"split": split(0.0, 17.0, 1.0, 1.0)},
+        "new": {"kind": "speculative", "dtype": "float32", "split": split(2.0, 28.0, 3.0, 2.0),
                 "runs": [run(100, [2.0], **counted(50, [50], [50]))]},
     }  # fmt: skip
     first, new = bench.stats.summary(made_cell(ways, ["x"]))
     assert new["predicted_ratio"] == pytest.approx(2 * 19 / 35) and first["predicted_ratio"] == 1
-    assert new["split"]["round_ms"] == 40 and new["split"]["commit_ms"] == 5
-    assert first["split"]["commit_ms"] == pytest.approx(1)
+    assert new["split"]["round_ms"] == 40 and new["split"]["rest_ms"] == 5
+    assert first["split"]["rest_ms"] == pytest.approx(1)
 
 
 def test_the_closed_forms_are_those_of_the_paper(bench):
@@ -179,13 +179,13 @@ def test_the_closed_forms_are_those_of_the_paper(bench):
     cells = []
     for batch in (4, 1):
         ways = {"plain": plain("float32", run(10, [1.0], **counted(10, [], []))) | {
-            "split": {"draft_ms": 0.0, "verify_ms": 9.0, "accept_ms": 1.0}}}  # fmt: skip
+            "split": {"draft_ms": 0.0, "verify_ms": 8.0, "accept_ms": 1.0, "commit_ms": 1.0}}}  # fmt: skip
         for k in (1, 3):
             judged = [8 // 2**i for i in range(k)]
             ways[f"K={k}"] = {
                 "kind": "speculative", "dtype": "float32", "num_draft_tokens": k,
                 "runs": [run(9, [0.5], **counted(8, judged, [n // 2 for n in judged]))],
-                "split": {"draft_ms": 10 * k * c, "verify_ms": 9 * v, "accept_ms": v},
+                "split": {"draft_ms": 10 * k * c, "verify_ms": 8 * v, "accept_ms": v, "commit_ms": v},
             }  # fmt: skip
         cells.append(made_cell(ways, ["x"], batch))
     found = bench.stats.textbook(cells)
@@ -307,6 +307,7 @@ def test_a_run_measures_compares_and_draws_in_one_file(bench, tmp_path, monkeypa
             assert sum(run["emitted"] for run in way["runs"]) == row["tokens"] == 16, "two texts of eight tokens"
             assert all(len(run["decode"]) == 1 and run["wall"][0] >= run["decode"][0] > 0 for run in way["runs"])
             assert row["decode_rate"] > 0 and row["predicted_ratio"] > 0 and row["split"]["bytes"] > 0
+            assert all(row["split"][f"{part}_ms"] > 0 for part in ("verify", "accept", "commit"))
             assert sum(row["split"]["windows"].values()) == pytest.approx(1)
             if way["kind"] == "speculative":
                 assert row["equality"]["equal"] == row["equality"]["texts"] == 2 and row["tau"] >= 1
