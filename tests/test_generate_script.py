@@ -17,7 +17,7 @@ def script():
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(SCRIPTS))
         yield importlib.import_module("generate")
-    for name in ("generate", "generate_options", "draft_sources", "script_tools"):
+    for name in ("generate", "generate_options", "draft_sources", "devices", "script_tools"):
         sys.modules.pop(name)
 
 
@@ -52,6 +52,7 @@ def script():
         ("hi --logprobs --json --compare", "--compare"),
         ("hi --repeats 3", "--compare"),
         ("hi --compare --repeats 0", "--repeats"),
+        ("hi --mesh 8", "two numbers"),
     ],
 )
 def test_the_parser_refuses(script, capsys, line, words):

@@ -150,3 +150,17 @@ def test_slots_on_a_mesh_say_the_same_and_a_row_is_put_in_without_a_collective(m
 
 def shape_of(x):
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
+
+
+@pytest.mark.full
+def test_a_vocabulary_that_the_mesh_does_not_divide_is_whole_and_says_the_same():
+    """Nothing is padded: an id past the vocabulary does not exist."""
+    config = dataclasses.replace(CONFIG, vocab_size=643, num_layers=1)
+    model, params = from_nnx(llama.Llama(config, rngs=nnx.Rngs(3)))
+    lm = LanguageModel(model, jax.tree.map(lambda x: 8 * x if x.ndim > 1 else x, params), config=config)
+    placed = sharding.place(sharding.make_mesh(2, 4), lm)
+    assert parts(placed.params["head"]) == {(32, 643)} and parts(placed.params["layers"][0]["o"]) == {(8, 32)}
+    how = {**options(), "temperature": 1.0}
+    out = specjax.generate(placed, PROMPTS, **how)
+    assert out.tokens == specjax.generate(lm, PROMPTS, **how).tokens
+    assert max(map(max, out.tokens)) < 643
