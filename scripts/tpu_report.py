@@ -1,61 +1,31 @@
 """What the TPU's own compiler makes of decoding, on a machine without a TPU: memory, collectives, modelled time.
 
+    make libtpu                    # the compiler, 140 MB, into .cache; nothing else in the environment sees it
     python scripts/tpu_report.py --topology v5e:2x4 --target llama3-8b --drafter llama3-1b --batch 1,32
-    python scripts/tpu_report.py --topology v5e:1x1 --target smollm2-135m --drafter lookup -K 4 --alpha 0.6
+    python scripts/tpu_report.py --topology v5e:2x4 --target llama3-8b --drafter eagle3 --tree 3,2,2 --engine
+    python scripts/tpu_report.py --topology v5e:1x1 --target smollm2-135m --drafter lookup -K 4 --quantize int8
 
-Programs are compiled ahead of time from shapes alone, in bfloat16. Needs libtpu: pip install '.[tpu]'. Nothing is
-measured. The modelled time of a pass is the largest of three: FLOPs of the compiled program, bytes that must be read
-(weights and the whole cache, once) and bytes of collectives, each over the chip's published ceiling. The compiler
-counts a loop's body once, so one and two unrolled layers are compiled and the line between them is extended
-to all layers.
-A round is verified behind a lookup (n-gram) chain of K; a draft model costs K of its own plain steps. Collectives are
-charged by size, without the latency of each: with small batches on many chips real steps are slower than modelled.
+Programs are compiled ahead of time from shapes alone, in bfloat16. Nothing is measured. The modelled time of a pass is
+the largest of three: FLOPs of the compiled program, bytes that must be read (weights and the whole cache, once) and
+bytes of collectives, each over the chip's published ceiling. The compiler counts a loop's body once, so one and two
+unrolled layers are compiled and the line between them is extended to all layers.
+Verification is charged as a round behind a lookup of as many nodes; a draft model costs K of its own plain steps, an
+EAGLE-3 head K of its steps, a DFlash drafter one pass. Heads are of the usual size: one and five layers of the target's
+width, copied to every chip. Of a tree's level with b children a node, 1 - (1 - alpha)^b are taken to go on.
+Collectives are charged by size, without the latency of each: with small batches on many chips real steps are slower
+than modelled.
 """
 
 import argparse
 import dataclasses
 import functools
-import os
-import re
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-QUIET = {
-    "JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost", "TPU_LOG_DIR": "disabled",
-    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-    "TPU_MIN_LOG_LEVEL": "3", "TF_CPP_MIN_LOG_LEVEL": "3", "TPU_ACCELERATOR_TYPE": "v5litepod-8",
-}  # fmt: skip
-for name, value in QUIET.items():
-    os.environ.setdefault(name, value)
+import tpu_programs as tpu
+from tpu_programs import CONFIGS, HEADS, SLOTS, Cost, Programs, cost_of
 
-import jax  # noqa: E402
-import jax.numpy as jnp  # noqa: E402
-from jax.experimental import topologies  # noqa: E402
-from jax.sharding import Mesh, NamedSharding  # noqa: E402
-
-import specjax  # noqa: E402
-from specjax import LanguageModel, drafters, loop, sharding, theory  # noqa: E402
-from specjax.models import llama  # noqa: E402
-from specjax.models.config import LlamaConfig, RopeScaling  # noqa: E402
-from specjax.models.llama_params import abstract_params  # noqa: E402
-from specjax.round import no_limits  # noqa: E402
-from specjax.types import Text  # noqa: E402
-
-# hidden, ffn, layers, heads, key heads: from each model's config.json
-_LLAMA = {"rope_theta": 500000.0, "max_position_embeddings": 8192}
-CONFIGS = {
-    "llama3-8b": LlamaConfig(128256, 4096, 14336, 32, 32, 8, **_LLAMA),
-    "llama3-70b": LlamaConfig(128256, 8192, 28672, 80, 64, 8, **_LLAMA),
-    "llama3-1b": LlamaConfig(
-        128256, 2048, 8192, 16, 32, 8, **_LLAMA, tie_embeddings=True,
-        rope_scaling=RopeScaling("llama3", 32.0, original_max_position_embeddings=8192),
-    ),
-    "qwen3-8b": LlamaConfig(
-        151936, 4096, 12288, 36, 32, 8, head_dim=128, rope_theta=1e6, max_position_embeddings=40960, qk_norm=True,
-        rms_eps=1e-6,
-    ),
-    "smollm2-135m": LlamaConfig(49152, 576, 1536, 30, 9, 3, rope_theta=1e5, max_position_embeddings=8192,
-                                tie_embeddings=True),
-}  # fmt: skip
+from specjax import theory
+from specjax import tree as trees
 
 
 class Chip(NamedTuple):
@@ -66,129 +36,93 @@ class Chip(NamedTuple):
     links: float  # inter-chip bandwidth, bytes per second, all links together
     memory: float  # bytes
 
+    def seconds(self, cost: Cost) -> float:
+        links = sum(cost.collectives.values())
+        return max(cost.flops / self.flops, cost.bytes / self.bytes, links / self.links)
+
 
 CHIPS = {"v5e": Chip(197e12, 819e9, 200e9, 16 * 2**30), "v6e": Chip(918e12, 1640e9, 448e9, 32 * 2**30)}
-WIDTHS = {"f32": 4, "s32": 4, "u32": 4, "bf16": 2, "u16": 2, "s16": 2, "f16": 2, "pred": 1, "s8": 1, "u8": 1, "s64": 8}
-SLOTS = 512  # one block of attention: more are a loop, whose body the compiler would count once
-KINDS = "all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter"
+RULES = ("rejection", "match", "block")
+MOST = 4096  # rows, in the search for the batch at which speculation stops paying
 
 
-class Cost(NamedTuple):
-    """Of one device in one run of a program."""
+def line(one: Cost, two: Cost, at: float) -> Cost:
+    """The line through two costs, at 0 and at 1, at another place. Temporaries beside what is read stay the larger."""
+    def along(a, b):
+        return max(a + (b - a) * at, 0.0)
 
-    flops: float
-    bytes: float
-    collectives: dict[str, float]  # bytes by kind
-    memory: float  # peak
-    aliased: float
-
-    def seconds(self, chip: Chip) -> float:
-        return max(self.flops / chip.flops, self.bytes / chip.bytes, sum(self.collectives.values()) / chip.links)
-
-
-def mesh_of(topology: str, data: int) -> Mesh:
-    """A mesh ("data", "model") of the chips of a topology such as v5e:2x4."""
-    one = {"chips_per_host_bounds": [1, 1, 1]} if topology.endswith(":1x1") else {}
-    described = topologies.get_topology_desc(platform="tpu", topology_name=topology, **one)
-    count = len(described.devices)
-    if count % data:
-        raise SystemExit(f"--data {data} does not divide the {count} chips of {topology}")
-    return topologies.make_mesh(described, (data, count // data), sharding.AXES)
+    kinds = {kind: along(one.collectives.get(kind, 0), two.collectives.get(kind, 0))
+             for kind in one.collectives.keys() | two.collectives.keys()}  # fmt: skip
+    read = along(one.bytes, two.bytes)
+    beside = max(one.memory - one.bytes, two.memory - two.bytes)
+    return Cost(along(one.flops, two.flops), read, kinds, read + beside, along(one.aliased, two.aliased))
 
 
-def language_model(mesh: Mesh, config: LlamaConfig) -> LanguageModel:
-    """A target or draft model from shapes, in bfloat16, on the mesh."""
-    params = abstract_params(config, dtype="bfloat16", scan_layers=False)
-    params = jax.tree_util.tree_map_with_path(
-        lambda path, x: jax.ShapeDtypeStruct(
-            x.shape, x.dtype, sharding=sharding.weight_sharding(mesh, path, x.shape)), params
-    )  # fmt: skip
-    model = sharding.on_mesh(mesh, llama.model(config, dtype="bfloat16", scan_layers=False))
-    return LanguageModel(model, params, config=config)
+class Compiler:
+    """Costs of whole models on one mesh; each program is compiled with one and with two layers."""
+
+    def __init__(self, mesh: Any, config: Any, rule: str | None = None):
+        self.mesh, self.config, self.rule = mesh, config, rule
+
+    @functools.cache  # noqa: B019 (one compiler a report)
+    def cost(self, what: str, k: int, batch: int, kind: str = "lookup", tree: tuple[int, ...] | None = None) -> Cost:
+        """Of ``what``: round, prefill, engine or train."""
+        found = []
+        for layers in (1, 2):
+            config = dataclasses.replace(self.config, num_layers=layers, windows=self.config.windows[-layers:])
+            if what == "train":
+                found.append(cost_of(tpu.train_step(self.mesh, config, kind, rows=batch, width=SLOTS)))
+                continue
+            shape = None if tree is None else trees.kary(*tree)
+            made = Programs(self.mesh, config, k=k, batch=batch, kind=kind, rule=self.rule, tree=shape)
+            found.append(cost_of(getattr(made, what)(), made.unread()))
+        return line(found[0], found[1], self.config.num_layers - 1)
+
+    @functools.cache  # noqa: B019
+    def draft(self, kind: str, k: int, batch: int, tree: tuple[int, ...] | None = None) -> Cost | None:
+        """Of all of a round's drafting; None for a lookup, which costs nothing here."""
+        if kind == "lookup":
+            return None
+        if kind in CONFIGS:
+            step = Compiler(self.mesh, CONFIGS[kind]).cost("round", 0, batch)
+            return _times(step, k)
+        config = dataclasses.replace(self.config, num_layers=2, windows=self.config.windows[-2:])
+        if kind == "dflash":
+            made = Programs(self.mesh, config, k=k, batch=batch, kind=kind)
+            return cost_of(made.draft(k), made.unread())
+        made = Programs(self.mesh, config, k=2, batch=batch, kind=kind)  # its loop holds one step
+        one, two = (cost_of(made.draft(n), made.unread()) for n in (1, 2))
+        step = two._replace(flops=max(two.flops - one.flops, 0.0))
+        return _times(step, k if tree is None else len(tree))
 
 
-class Programs:
-    """The programs of one target and drafter on one mesh: abstract arguments, and what the compiler makes of them."""
-
-    def __init__(self, mesh: Mesh, config: LlamaConfig, *, k: int, batch: int, slots: int = SLOTS):
-        self.mesh, self.batch, self.chunk = mesh, batch, min(512, slots)
-        lm = language_model(mesh, config)
-        made = drafters.ngram(k) if k else specjax.plain()
-        rule = made.default_rule
-        self.program, self.weights = loop.split(lm.model, lm.params, made, rule, False)
-        def arguments():
-            lengths = jnp.ones(batch, jnp.int32)
-            text = Text(jnp.zeros((batch, slots), jnp.int32), lengths, lengths)
-            keys, laws = specjax.row_keys(range(batch)), specjax.make_sampling(batch, lm.model.vocab_size)
-            return text, keys, laws, no_limits(64, batch)
-
-        self.text, self.keys, self.sampling, self.limits = jax.tree.map(
-            lambda x: self.placed(x, ("batch",), -1), jax.eval_shape(arguments)
-        )
-        self.lm, self.drafter = lm, made  # held: programs know a drafter's functions weakly
-
-    def prefill(self):
-        """Compiled `loop.start`; one chunk of the loop over a prompt is what is counted."""
-        program = self.program.prefill()
-        return loop.start.lower(program, self.weights, self.text, self.keys, self.limits, chunk=self.chunk).compile()
-
-    def round(self):
-        """Compiled `loop.step`, its state lying where `specjax.sharding` says."""
-        start = functools.partial(loop.start, self.program.prefill(), chunk=self.chunk)
-        shapes = jax.eval_shape(start, self.weights, self.text, self.keys, self.limits)
-        cache = jax.tree.map(
-            lambda x: self.placed(x, sharding.CACHE if x.ndim > 1 else ("batch",)), shapes.cache
-        )
-        state = jax.tree.map(lambda x: self.placed(x, ("batch",), -1), shapes._replace(cache=()))._replace(cache=cache)
-        return loop.step.lower(self.program, self.weights, state, self.sampling, self.limits).compile()
-
-    def placed(self, x, axes, front: int = 0):
-        """The shape x on the mesh; with ``front`` -1 its first axis is named, if it counts the rows."""
-        if front:
-            axes = (*axes, *("slots",) * (x.ndim - 1)) if x.ndim and x.shape[0] == self.batch else ()
-        own = NamedSharding(self.mesh, sharding.spec(self.mesh, axes, x.shape))
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=own)
+def _times(cost: Cost, count: int) -> Cost:
+    kinds = {kind: count * size for kind, size in cost.collectives.items()}
+    return cost._replace(flops=count * cost.flops, bytes=count * cost.bytes, collectives=kinds)
 
 
-def collectives(text: str) -> dict[str, float]:
-    """Bytes of the results of collectives in a compiled program, by kind; the body of a loop once."""
-    found: dict[str, float] = {}
-    for result, kind in re.findall(rf"= (.*?) ({KINDS})(?:-start)?\(", text):
-        for dtype, shape in re.findall(r"(\w+)\[([\d,]*)\]", result)[-1:]:
-            size = functools.reduce(lambda a, b: a * int(b), [n for n in shape.split(",") if n], 1)
-            found[kind] = found.get(kind, 0) + size * WIDTHS.get(dtype, 4)
-    return found
+def gain(chip: Chip, plain: Cost, verify: Cost, draft: Cost | None, tokens: float) -> float:
+    """Speed-up over plain decoding with ``tokens`` a round."""
+    return tokens * chip.seconds(plain) / (chip.seconds(verify) + (chip.seconds(draft) if draft else 0.0))
 
 
-def cost_of(compiled) -> Cost:
-    """What one compiled program costs by the compiler's count."""
-    count, memory = compiled.cost_analysis(), compiled.memory_analysis()
-    peak = (
-        memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes
-        - memory.alias_size_in_bytes
-    )  # fmt: skip
-    read = memory.argument_size_in_bytes
-    return Cost(count.get("flops", 0.0), read, collectives(compiled.as_text()), peak, memory.alias_size_in_bytes)
+def tokens_of(alpha: float, k: int, tree: tuple[int, ...] | None) -> float:
+    """Expected tokens of a round."""
+    if tree is None:
+        return theory.expected_tokens(alpha, k)
+    return theory.expected_tokens([1 - (1 - alpha) ** children for children in tree])
 
 
-def extended(one: Cost, two: Cost, layers: int) -> Cost:
-    """The line through the costs of one and two layers, at all layers."""
-    def line(a, b):
-        return a + max(b - a, 0) * (layers - 1)
-
-    kinds = {kind: line(one.collectives.get(kind, 0), size) for kind, size in two.collectives.items()}
-    flops, read = line(one.flops, two.flops), line(one.bytes, two.bytes)
-    beside = max(one.memory - one.bytes, two.memory - two.bytes)  # temporaries do not grow with depth
-    return Cost(flops, read, kinds, read + max(beside, 0), line(one.aliased, two.aliased))
-
-
-def cost(mesh: Mesh, config: LlamaConfig, *, k: int, batch: int, prefill: bool = False) -> Cost:
-    """Of a round of K lookup drafts (a plain step for 0), or of a chunk of the prompt, with all layers."""
-    costs = []
-    for layers in (1, 2):
-        programs = Programs(mesh, dataclasses.replace(config, num_layers=layers), k=k, batch=batch)
-        costs.append(cost_of(programs.prefill() if prefill else programs.round()))
-    return extended(costs[0], costs[1], config.num_layers)
+def stops(chip: Chip, small: dict, large: dict, sizes: tuple[int, int], tokens: float) -> int | None:
+    """The smallest batch at which speculation no longer pays, on the lines through the costs of two batches."""
+    for batch in range(1, MOST + 1):
+        at = (batch - sizes[0]) / (sizes[1] - sizes[0])
+        costs: dict[str, Any] = {
+            name: None if cost is None else line(cost, large[name], at) for name, cost in small.items()
+        }
+        if gain(chip, costs["plain"], costs["verify"], costs["draft"], tokens) <= 1:
+            return batch
+    return None
 
 
 def describe(name: str, cost: Cost, chip: Chip) -> None:
@@ -197,8 +131,8 @@ def describe(name: str, cost: Cost, chip: Chip) -> None:
     fits = "fits, spare" if spare >= 0 else "DOES NOT FIT, over by"
     kinds = ", ".join(f"{kind} {size / 2**20:.2f}" for kind, size in sorted(cost.collectives.items())) or "none"
     print(
-        f"  {name:12} {1e3 * cost.seconds(chip):8.3f} ms  {cost.flops / 1e9:9.1f} GFLOP  {cost.bytes / 2**30:6.2f} GiB"
-        f" read  peak {peak:6.2f} GiB ({fits} {abs(spare):.1f})  collectives, MiB: {kinds}"
+        f"  {name:14} {1e3 * chip.seconds(cost):8.3f} ms  {cost.flops / 1e9:9.1f} GFLOP  {cost.bytes / 2**30:6.2f} GiB"
+        f" read  peak {peak:6.2f} GiB ({fits} {abs(spare):.1f})  collectives, MiB: {kinds}", flush=True,
     )  # fmt: skip
 
 
@@ -206,41 +140,65 @@ def arguments(argv=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--topology", default="v5e:2x4", help="v5e:1x1, v5e:2x4, v6e:2x4 ...")
     parser.add_argument("--target", choices=sorted(CONFIGS), default="llama3-8b")
-    parser.add_argument("--drafter", choices=["lookup", *sorted(CONFIGS)], default="lookup")
+    parser.add_argument("--drafter", choices=["lookup", *HEADS, *sorted(CONFIGS)], default="lookup")
     parser.add_argument("--data", type=int, default=1, help="parts of the batch; the other chips share the weights")
     parser.add_argument("-K", "--num-draft-tokens", type=int, default=4)
+    parser.add_argument("--tree", help="children of each node by level, e.g. 3,2,2; a head drafts it")
+    parser.add_argument("--rule", choices=RULES, help="default: the drafter's own")
     parser.add_argument("--batch", default="1,32", help="batches, comma-separated")
     parser.add_argument("--alpha", type=float, default=0.7, help="assumed acceptance of a judged draft token")
+    parser.add_argument("--quantize", choices=["int8"], help="the target's matrices")
     parser.add_argument("--prefill", action="store_true", help="also a chunk of the prompt")
+    parser.add_argument("--engine", action="store_true", help="also a step of Engine")
+    parser.add_argument("--train", type=int, metavar="ROWS", help=f"also a training step on ROWS texts of {SLOTS}")
     args = parser.parse_args(argv)
     if args.topology.split(":")[0] not in CHIPS:
         parser.error(f"--topology {args.topology}: published ceilings are known for {', '.join(CHIPS)}")
+    if args.tree and args.drafter not in HEADS:
+        parser.error(f"--tree {args.tree}: trees are drafted by {' or '.join(HEADS)}, not by {args.drafter}")
+    if args.train and args.drafter == "lookup":
+        parser.error("--train: a lookup is not trained; choose another --drafter")
+    if args.rule and args.rule == "block" and args.tree:
+        parser.error("--rule block judges chains only")
     return args
 
 
 def main(argv=None):
     args = arguments(argv)
-    chip, mesh = CHIPS[args.topology.split(":")[0]], mesh_of(args.topology, args.data)
-    config, k = CONFIGS[args.target], args.num_draft_tokens
-    print(f"{args.target} on {args.topology}, mesh {dict(mesh.shape)}, K={k}, {SLOTS} slots a row; MODELLED, per chip")
-    stops = None
-    for batch in map(int, args.batch.split(",")):
-        print(f"batch {batch}")
-        plain, verify = (cost(mesh, config, k=n, batch=batch) for n in (0, k))
-        draft = None if args.drafter == "lookup" else cost(mesh, CONFIGS[args.drafter], k=0, batch=batch)
+    chip, mesh = CHIPS[args.topology.split(":")[0]], tpu.mesh_of(args.topology, args.data)
+    config = dataclasses.replace(CONFIGS[args.target], quantization=args.quantize or "")
+    tree = tuple(map(int, args.tree.split(","))) if args.tree else None
+    k = args.num_draft_tokens if tree is None else len(trees.kary(*tree))
+    compiler, tokens = Compiler(mesh, config, args.rule), tokens_of(args.alpha, args.num_draft_tokens, tree)
+    print(f"{args.target}{' ' + args.quantize if args.quantize else ''} on {args.topology}, mesh {dict(mesh.shape)}, "
+          f"{k} draft tokens, {SLOTS} slots a row; MODELLED, per chip")
+    batches, costs = sorted(set(map(int, args.batch.split(",")))), dict[int, Any]()
+    for batch in batches:
+        print(f"batch {batch}", flush=True)
+        found = costs[batch] = {
+            "plain": compiler.cost("round", 0, batch), "verify": compiler.cost("round", k, batch),
+            "draft": compiler.draft(args.drafter, k, batch, tree),
+        }  # fmt: skip
+        describe("plain step", found["plain"], chip)
+        describe(f"verify {k} + 1", found["verify"], chip)
+        if found["draft"]:
+            describe("draft", found["draft"], chip)
+            describe("whole round", compiler.cost("round", k, batch, args.drafter, tree), chip)
         if args.prefill:
-            describe("prefill", cost(mesh, config, k=0, batch=batch, prefill=True), chip)
-        describe("plain step", plain, chip)
-        describe(f"round of {k}", verify, chip)
-        if draft is not None:
-            describe("draft step", draft, chip)
-        v = verify.seconds(chip) / plain.seconds(chip)
-        c = 0.0 if draft is None else draft.seconds(chip) / plain.seconds(chip)
-        gain = theory.speed_up(args.alpha, k, draft_cost=c, verify_cost=v)
-        stops = batch if gain <= 1 and stops is None else stops
-        print(f"  verify({k + 1})/plain {v:.2f}, draft/plain {c:.3f}: speed-up {gain:.2f} at alpha {args.alpha}")
-    at = "stops paying at none of these batches" if stops is None else f"stops paying at batch {stops}"
-    print(f"speculation {at}")
+            describe("prefill", compiler.cost("prefill", 0, batch), chip)
+        if args.engine:
+            describe("engine step", compiler.cost("engine", k, batch, args.drafter, tree), chip)
+        v = chip.seconds(found["verify"]) / chip.seconds(found["plain"])
+        d = chip.seconds(found["draft"]) / chip.seconds(found["plain"]) if found["draft"] else 0.0
+        speed_up = gain(chip, found["plain"], found["verify"], found["draft"], tokens)
+        print(f"  verify/plain {v:.2f}, draft/plain {d:.3f}: speed-up {speed_up:.2f} at alpha {args.alpha}")
+    if args.train:
+        describe("training step", compiler.cost("train", 0, args.train, args.drafter), chip)
+    if len(batches) > 1:
+        low, high = batches[0], batches[-1]
+        at = stops(chip, costs[low], costs[high], (low, high), tokens)
+        print(f"speculation stops paying at {f'batch {at}' if at else f'no batch up to {MOST}'}, by the lines through "
+              f"batches {low} and {high}, whether they fit or not")
 
 
 if __name__ == "__main__":
