@@ -124,7 +124,7 @@ def _pace(
         return policy, () if policy is None else jax.device_get(policy.init())
     costs = policy.costs
     if costs is None:
-        costs = cost_model(lm, drafter, batch=rows, sizes=policy.sizes)
+        costs = cost_model(lm, drafter, batch=rows)
         if jax.process_count() > 1:  # each has measured for itself, and all must choose the same
             verify, draft = multihost_utils.broadcast_one_to_all(np.asarray([costs.verify, costs.draft], np.float32))
             costs = costs._replace(verify=tuple(verify.tolist()), draft=tuple(draft.tolist()))
