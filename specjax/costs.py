@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax import noise
+from specjax import noise, processes
 from specjax.drafters.late import DELAY, late
 from specjax.models.fetch import cache_dir
 from specjax.models.language_model import LanguageModel, checked
@@ -100,10 +100,21 @@ def cost_model(
         raise ValueError(f"sizes={show(sizes)}: give numbers of draft tokens, 0 to the drafter's {most}")
     path = cache_dir() / "costs" / f"{_key(lm, drafter, batch, wanted)}.json"
     found = None if refresh else _read(path, wanted)
-    if found is None:
+    known = processes.each(int(found is not None))
+    if found is None or not all(known):  # all measure together, or none
         found = _measure(lm, drafter, batch, wanted)
         _write(path, found)
-    return found
+    return _agreed(found)
+
+
+def _agreed(costs: CostModel) -> CostModel:
+    """What the first process measured: all must choose the same tiers."""
+    if jax.process_count() == 1:
+        return costs
+    from jax.experimental import multihost_utils
+
+    verify, draft = multihost_utils.broadcast_one_to_all(np.asarray([costs.verify, costs.draft], np.float32))
+    return costs._replace(verify=tuple(verify.tolist()), draft=tuple(draft.tolist()))
 
 
 def _measure(lm: LanguageModel, drafter: Drafter, batch: int, sizes: tuple[int, ...]) -> CostModel:

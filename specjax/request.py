@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental import multihost_utils
 
 from specjax import adaptive as pacing
 from specjax import loop, noise, options, sharding
@@ -122,12 +121,7 @@ def _pace(
     """The policy without costs, which are no part of a program, and its state, which has them."""
     if not isinstance(policy, pacing.Adaptive):
         return policy, () if policy is None else jax.device_get(policy.init())
-    costs = policy.costs
-    if costs is None:
-        costs = cost_model(lm, drafter, batch=rows)
-        if jax.process_count() > 1:  # each has measured for itself, and all must choose the same
-            verify, draft = multihost_utils.broadcast_one_to_all(np.asarray([costs.verify, costs.draft], np.float32))
-            costs = costs._replace(verify=tuple(verify.tolist()), draft=tuple(draft.tolist()))
+    costs = cost_model(lm, drafter, batch=rows) if policy.costs is None else policy.costs
     pace = jax.device_get(dataclasses.replace(policy, costs=costs).init())
     return dataclasses.replace(policy, costs=None), pace
 
