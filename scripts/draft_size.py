@@ -151,7 +151,7 @@ def table(sizes: list[Size]) -> str:
 
 
 def draw(path: pathlib.Path, sizes: list[Size]) -> None:
-    figure = figure_class()(figsize=(11, 3.4), layout="constrained")
+    figure = figure_class("--plot")(figsize=(11, 3.4), layout="constrained")
     x = [size.weights / 1e6 for size in sizes]
     panels = {
         "alpha, temperature 1": {"": [size.alpha for size in sizes]},
@@ -181,7 +181,7 @@ def work(args: argparse.Namespace) -> None:
     from specjax.train.evaluate import Prompt, read_prompts
 
     if args.plot:
-        figure_class()  # is it there? Better now than at the end.
+        figure_class("--plot")  # is it there? Better now than at the end.
     if args.prompts:
         prompts = read_prompts(args.prompts, args.per_category)
     else:
