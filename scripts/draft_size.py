@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from eval_drafter import figure_class, machine, progress, write
+from script_tools import figure_class, machine, progress, write
 
 WINDOWS = (1, 2, 3, 5, 8)  # widths that are timed; K is one less
 CAPACITY, LENGTH, STEPS = 512, 200, 4

@@ -167,7 +167,7 @@ def main() -> None:
 
 
 def work(args: argparse.Namespace) -> None:
-    from eval_drafter import machine
+    from script_tools import machine
 
     import specjax
     from specjax.models.fetch import cache_dir

@@ -20,7 +20,7 @@ def scripts():
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(ROOT / "scripts"))
         yield {name: importlib.import_module(name) for name in ("training_speed", "draft_size")}
-    for name in ("training_speed", "draft_size", "eval_drafter", "draft_sources", "distill_options"):
+    for name in ("training_speed", "draft_size", "script_tools", "distill_options"):
         sys.modules.pop(name, None)
 
 
