@@ -26,6 +26,7 @@ import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
 from jax.experimental import topologies  # noqa: E402
 from jax.sharding import Mesh, NamedSharding  # noqa: E402
+from model_shapes import CONFIGS  # noqa: E402
 
 import specjax  # noqa: E402
 from specjax import LanguageModel, drafters, loop, queued, sharding, slots  # noqa: E402
@@ -34,41 +35,11 @@ from specjax.drafters.dflash import abstract_params as dflash_params  # noqa: E4
 from specjax.drafters.eagle import EagleConfig, eagle  # noqa: E402
 from specjax.drafters.eagle import abstract_params as eagle_params  # noqa: E402
 from specjax.models import llama  # noqa: E402
-from specjax.models.config import LlamaConfig, RopeScaling  # noqa: E402
-from specjax.models.families import BY_NAME, fields, windows  # noqa: E402
+from specjax.models.config import LlamaConfig  # noqa: E402
 from specjax.models.llama_params import abstract_params  # noqa: E402
 from specjax.round import no_limits  # noqa: E402
 from specjax.types import Text  # noqa: E402
 
-# vocabulary, hidden, ffn, layers, heads, key heads: from each model's config.json
-_LLAMA = {"rope_theta": 500000.0, "max_position_embeddings": 8192}
-_QWEN3 = {"head_dim": 128, "rope_theta": 1e6, "max_position_embeddings": 40960, "qk_norm": True, "rms_eps": 1e-6}
-
-
-def _gemma3(hidden: int, ffn: int, layers: int, heads: int, key_heads: int, head_dim: int, window: int) -> LlamaConfig:
-    family = BY_NAME["gemma3_text"]
-    return LlamaConfig(
-        262144, hidden, ffn, layers, heads, key_heads, head_dim=head_dim, rope_theta=1e6, tie_embeddings=True,
-        max_position_embeddings=32768, windows=windows(family, layers, window), **fields(family, hidden),
-    )  # fmt: skip
-
-
-CONFIGS = {
-    "llama3-8b": LlamaConfig(128256, 4096, 14336, 32, 32, 8, **_LLAMA),
-    "llama3-70b": LlamaConfig(128256, 8192, 28672, 80, 64, 8, **_LLAMA),
-    "llama3-1b": LlamaConfig(
-        128256, 2048, 8192, 16, 32, 8, **_LLAMA, tie_embeddings=True,
-        rope_scaling=RopeScaling("llama3", 32.0, original_max_position_embeddings=8192),
-    ),
-    "qwen3-0.6b": LlamaConfig(151936, 1024, 3072, 28, 16, 8, tie_embeddings=True, **_QWEN3),
-    "qwen3-8b": LlamaConfig(151936, 4096, 12288, 36, 32, 8, **_QWEN3),
-    "qwen3-32b": LlamaConfig(151936, 5120, 25600, 64, 64, 8, **_QWEN3),
-    "gemma3-270m": _gemma3(640, 2048, 18, 4, 1, 256, 512),
-    "gemma3-1b": _gemma3(1152, 6912, 26, 4, 1, 256, 512),
-    "gemma3-12b": _gemma3(3840, 15360, 48, 16, 8, 256, 1024),
-    "smollm2-135m": LlamaConfig(49152, 576, 1536, 30, 9, 3, rope_theta=1e5, max_position_embeddings=8192,
-                                tie_embeddings=True),
-}  # fmt: skip
 HEADS = ("eagle3", "dflash")
 DRAFT_VOCABULARY = 32000  # of an EAGLE-3 head, as published ones have
 SLOTS = 512  # one block of attention: more are a loop, whose body the compiler would count once
