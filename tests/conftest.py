@@ -1,4 +1,7 @@
-"""The strictest JAX, eight CPU devices, and a compilation cache. Set before jax is imported."""
+"""The strictest JAX, eight CPU devices, and a compilation cache. Set before jax is imported.
+
+SPECJAX_TEST_PLATFORM=cuda,cpu runs tests on a GPU instead; those of meshes need the eight CPU devices.
+"""
 
 import gc
 import os
@@ -6,17 +9,21 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 
-os.environ["JAX_PLATFORMS"] = "cpu"
+PLATFORM = os.environ.get("SPECJAX_TEST_PLATFORM") or "cpu"
+os.environ["JAX_PLATFORMS"] = PLATFORM
 # Most of the time of the tests is compiling: without LLVM's optimiser it takes a third less of it, and matrix products
 # come from a library anyhow.
 for flag in ("--xla_force_host_platform_device_count=8", "--xla_backend_optimization_level=0"):
-    if flag.partition("=")[0] not in os.environ.get("XLA_FLAGS", ""):
+    if PLATFORM == "cpu" and flag.partition("=")[0] not in os.environ.get("XLA_FLAGS", ""):
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}".strip()
 
 import jax  # noqa: E402
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
+if PLATFORM != "cpu":
+    jax.devices(PLATFORM.split(",")[0])  # raises where there are none; jax would fall back to the CPU
+    jax.config.update("jax_default_matmul_precision", "highest")  # else GPUs round float32 factors to TF32
 jax.config.update("jax_compilation_cache_dir", str(ROOT / ".cache" / "jax"))
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
 
