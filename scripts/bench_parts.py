@@ -65,19 +65,21 @@ class Timer:
 # --- the machine
 
 
+def stream(read: int) -> Part:
+    """Reads so many float32 numbers."""
+    numbers, total = jnp.ones(read, jnp.float32), jax.jit(jnp.sum)
+    return Part(lambda: total(numbers), 1)
+
+
 def add_ceilings(timer: Timer, read: int = READ, side: int = SIDE) -> None:
     """A stream of reads, and matrix products in both types."""
-
-    def stream():
-        numbers, total = jnp.ones(read, jnp.float32), jax.jit(jnp.sum)
-        return Part(lambda: total(numbers), 1)
 
     def product(dtype):
         a, b = jnp.ones((ROWS, side), dtype), jnp.ones((side, side), dtype)
         run = jax.jit(lambda a, b: jnp.dot(a, b, preferred_element_type=jnp.float32))
         return Part(lambda: run(a, b), 1)
 
-    timer.add("read", stream)
+    timer.add("read", functools.partial(stream, read))
     for dtype in ("float32", "bfloat16"):
         timer.add(("matmul", dtype), functools.partial(product, dtype))
 
