@@ -60,6 +60,9 @@ def ways(args: argparse.Namespace, models: dict, how) -> list[bench_runs.Way]:
                     shown = f"{label} K={drafter.num_draft_tokens} {dtype}"
                     shown += "" if rule == drafter.default_rule else f" {rule}"
                     found.append(bench_runs.ours(shown, dtype, models[dtype], drafter, rule, how, label))
+                    if args.adaptive:
+                        shown += " adaptive"
+                        found.append(bench_runs.ours(shown, dtype, models[dtype], drafter, rule, how, label, True))
     unique = {way.name: way for way in found}  # sources with a number of their own come but once
     return list(unique.values())
 
@@ -107,7 +110,7 @@ class Bench:
         middle = sorted(grouped, key=lambda group: max(map(len, group.ids)))[len(grouped) // 2]
         if not self.args.no_split:
             named = {way.name: bench_parts.add_round(parts, way, middle, law, how)
-                     for way in chosen if way.kind != bench_runs.PEER}  # fmt: skip
+                     for way in chosen if way.kind != bench_runs.PEER and not way.facts.get("adaptive")}  # fmt: skip
         models = {way.name: way.lm for way in chosen}
         at = len(self.result["cells"])
 

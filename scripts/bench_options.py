@@ -48,6 +48,8 @@ def _what(parser: argparse.ArgumentParser) -> None:
         "after --drafter: plain decoding alone")
     add("--rule", nargs="+", choices=["rejection", "block", "match"], help="default: what suits the drafter")
     add("--num-draft-tokens", type=int, nargs="+", metavar="K", help="default: each drafter's own")
+    add("--adaptive", action="store_true", help="besides, each drafter with the number of draft tokens chosen before "
+        "every round")
     add("--batch", type=int, nargs="+", default=[1], metavar="B", help="prompts at a time")
     add("--temperature", type=float, nargs="+", default=[0.0], metavar="T")
     add("--top-p", type=float, nargs="+", default=[1.0], metavar="P", help="where T is above 0: one, or one per T")
@@ -95,6 +97,7 @@ def _refusals(args: argparse.Namespace) -> list[tuple[bool, str]]:
         (args.textbook and args.passes, "--textbook and --passes: give one of them"),
         (args.textbook and max(len(args.temperature), len(args.dtype), len(args.drafter), len(args.rule or [1])) > 1,
          "--textbook takes one temperature, dtype, drafter and rule"),
+        (args.textbook and args.adaptive, "--textbook has every length alone: leave out --adaptive"),
         (args.textbook and not args.drafter, "--textbook needs a drafter"),
         (args.textbook and args.no_split, "--textbook needs the parts of a round: leave out --no-split"),
         (args.passes and args.length > args.capacity - 16, "--length: the longest window, 16 tokens, must fit behind "

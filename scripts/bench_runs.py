@@ -66,22 +66,27 @@ class How(NamedTuple):
     ignore_eos: bool = False
 
 
-def ours(name: str, dtype: str, lm, drafter, rule: str | None, how: How, label: str = "") -> Way:
+def ours(
+    name: str, dtype: str, lm, drafter, rule: str | None, how: How, label: str = "", adaptive: bool = False
+) -> Way:
     """Decoding with specjax; ``drafter`` None is plain."""
     facts = {} if drafter is None else {
-        "drafter": label or name, "rule": rule, "num_draft_tokens": drafter.num_draft_tokens}  # fmt: skip
+        "drafter": label or name, "rule": rule, "num_draft_tokens": drafter.num_draft_tokens, "adaptive": adaptive,
+    }  # fmt: skip
 
     def run(group: Group, law: Law, warm: bool = False) -> Run:
-        return decode(make(lm, drafter, rule, group, law, how), 2 if warm else None)
+        return decode(make(lm, drafter, rule, group, law, how, adaptive), 2 if warm else None)
 
     return Way(name, PLAIN if drafter is None else SPECULATIVE, dtype, facts, run, lm, drafter, rule)
 
 
-def make(lm, drafter, rule: str | None, group: Group, law: Law, how: How) -> request.Request:
+def make(
+    lm, drafter, rule: str | None, group: Group, law: Law, how: How, adaptive: bool = False
+) -> request.Request:
     made = request.make(
         lm, group.ids, drafter=drafter, rule=rule, max_new_tokens=how.max_new_tokens, temperature=law.temperature,
         top_p=law.top_p if law.temperature else 1.0, seed=[how.seed + i for i in group.prompts],
-        eos_ids=[] if how.ignore_eos else None,
+        eos_ids=[] if how.ignore_eos else None, adaptive=adaptive,
     )  # fmt: skip
     if made is None or made.host is not None:
         raise ValueError("a drafter that drafts on the host has no rounds to be timed: leave it out")
@@ -94,7 +99,7 @@ def decode(made: request.Request, budget: int | None = None) -> Run:
     if budget is not None:
         limits = limits._replace(max_new_tokens=jnp.minimum(limits.max_new_tokens, budget))
     began = time.perf_counter()
-    state = loop.start(made.program.prefill(), made.weights, made.text, made.keys, limits, chunk=made.chunk)
+    state = made._replace(limits=limits).start()
     jax.block_until_ready(state)
     filled = time.perf_counter()
     state, _ = loop.decode(made.program, made.weights, state, made.sampling, limits)

@@ -319,6 +319,17 @@ def test_a_run_measures_compares_and_draws_in_one_file(bench, tmp_path, monkeypa
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.html", "a.json", "p.jsonl"]
 
 
+@pytest.mark.full
+def test_an_adaptive_way_stands_beside_the_fixed_one(bench, tmp_path, monkeypatch):
+    monkeypatch.setenv("SPECJAX_CACHE", str(tmp_path / "cache"))  # costs are measured here
+    line = f"--drafter ngram --num-draft-tokens 2 --repeats 1 --adaptive --json {tmp_path / 'a.json'}"
+    assert program(bench, monkeypatch, tmp_path, line) == 0
+    (cell,) = json.loads((tmp_path / "a.json").read_text())["cells"]
+    fixed, adaptive = (cell["ways"][f"ngram K=2 float32{name}"] for name in ("", " adaptive"))
+    assert "split" in fixed and "split" not in adaptive and adaptive["adaptive"] and not fixed["adaptive"]
+    assert adaptive["equality"]["equal"] == adaptive["equality"]["texts"] == 2
+
+
 def test_an_interrupted_run_keeps_what_was_measured(bench, tmp_path, monkeypatch, capsys):
     decode, calls = bench.runs.decode, []
 
