@@ -1,6 +1,6 @@
 """What speculation can give on this device: windows of a target and a draft model with random weights, timed.
 
-    python scripts/gpu_check.py --batch 1 8 32 --json shapes.json                          # 8B and 1B, 20 GB and more
+    python scripts/gpu_check.py --batch 1 8 32 --json shapes.json                          # 8B and 1B: 54 GB
     python scripts/gpu_check.py --target qwen3-8b --draft qwen3-0.6b --alpha 0.6 0.8
     python scripts/gpu_check.py --target 64,16,32,2,4,2 --draft 64,16,32,1,4,2 --windows 1 2 4 --length 8 --capacity 16
 
