@@ -253,7 +253,8 @@ def main() -> None:
     try:
         sys.exit(work(args))
     except KeyboardInterrupt:
-        print("\ninterrupted" + (f"; what was measured is in {args.json}" if args.json else ""), file=sys.stderr)
+        kept = f"; what was measured is in {args.json}" if args.json and args.json.exists() else ""
+        print(f"\ninterrupted{kept}", file=sys.stderr)
         sys.exit(130)
     except (ValueError, OSError) as error:
         sys.exit(f"{type(error).__name__}: {error}")

@@ -12,6 +12,8 @@ extra `train`: pip install 'specjax[train]'.
 
 import json
 import math
+import os
+import signal
 import sys
 import time
 from typing import Any, NamedTuple
@@ -29,9 +31,6 @@ def main() -> None:
     args = parse()
     try:
         work(args)
-    except KeyboardInterrupt:
-        print("\ninterrupted; the same command goes on from here", file=sys.stderr)
-        sys.exit(130)
     except (ValueError, OSError) as error:
         sys.exit(f"{type(error).__name__}: {error}")
     except jax.errors.JaxRuntimeError as error:
@@ -64,6 +63,8 @@ def work(args) -> None:
     if processes.first():
         check_drafter(args)
     corpora = [write(args, target), *more]  # each process its part
+    if processes.first():
+        note_student(args)
     if args.student != "tables":
         train(args, target, corpora, mesh)  # all together
     elif processes.first():
@@ -86,8 +87,18 @@ def check_drafter(args) -> None:
     before = json.loads(noted.read_text())["student"] if noted.exists() else args.student
     if before != args.student:
         raise ValueError(f"--out {args.out} holds a run of --student {before}: choose another directory")
+
+
+def note_student(args) -> None:
+    """Only now: what was refused until here leaves the directory free."""
     args.out.mkdir(parents=True, exist_ok=True)
-    noted.write_text(json.dumps({"student": args.student}))
+    (args.out / "student.json").write_text(json.dumps({"student": args.student}))
+
+
+def interrupted(*_) -> None:
+    """Ends at once, whatever other threads do: all that is on disk is whole."""
+    print("\ninterrupted; the same command goes on from here", file=sys.stderr, flush=True)
+    os._exit(130)
 
 
 def say(text: str) -> None:
@@ -302,4 +313,5 @@ def progress(text: str) -> None:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, interrupted)
     main()

@@ -13,6 +13,7 @@ taking turns; the minimum counts. Timings mean something only when nothing else 
 import argparse
 import functools
 import pathlib
+import sys
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -32,7 +33,7 @@ PROMPTS = (
     "Translate into French: Where is the railway station?",
     "Give three tips for sleeping better.",
 )
-COMMITTED, STEPS = 128, 4
+COMMITTED, STEPS, DRAFTED = 128, 4, 4
 
 
 def texts_of(lm: specjax.LanguageModel, prompts: Sequence[str], new_tokens: int) -> list[list[int]]:
@@ -40,7 +41,10 @@ def texts_of(lm: specjax.LanguageModel, prompts: Sequence[str], new_tokens: int)
     chat = lm.chat_template is not None
     assert lm.tokenizer is not None
     ids = [lm.encode_chat(prompt) if chat else lm.tokenizer.encode(prompt) for prompt in prompts]
-    answers = specjax.generate(lm, ids, max_new_tokens=new_tokens, drafter=specjax.drafters.ngram(4)).tokens
+    limit, longest = lm.model.context_length, max(map(len, ids)) + new_tokens + DRAFTED + 1
+    if limit is not None and longest > limit:
+        raise ValueError(f"a prompt and --new-tokens {new_tokens} need {longest} tokens, the model reads {limit}")
+    answers = specjax.generate(lm, ids, max_new_tokens=new_tokens, drafter=specjax.drafters.ngram(DRAFTED)).tokens
     return [prompt + answer for prompt, answer in zip(ids, answers)]
 
 
@@ -125,16 +129,44 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--model", default="smollm2-135m-instruct", help="what specjax.load takes")
     parser.add_argument("--prompts", type=pathlib.Path, help="a text file with a prompt on each line")
     parser.add_argument("--new-tokens", type=int, default=64, help="of each answer")
-    parser.add_argument("--windows", default="1,8", help="of the passes that are timed, comma-separated")
+    parser.add_argument("--windows", type=int, nargs="+", default=[1, 8], metavar="T", help="of the passes timed")
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--no-speed", action="store_true", help="logits only")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    for name, value in (("new-tokens", args.new_tokens), ("repeats", args.repeats), ("windows", min(args.windows))):
+        if value < 1:
+            parser.error(f"--{name} {value}: 1 or more")
+    if args.prompts is not None and not args.prompts.is_file():
+        parser.error(f"--prompts {args.prompts}: no such file")
+    return args
 
 
-def main(argv: list[str] | None = None) -> None:
-    args = arguments(argv)
-    prompts = PROMPTS if args.prompts is None else args.prompts.read_text(encoding="utf-8").splitlines()
-    whole, small = specjax.load(args.model), specjax.load(args.model, quantize="int8")
+def read_prompts(path: pathlib.Path | None) -> list[str]:
+    if path is None:
+        return list(PROMPTS)
+    found = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    if not found:
+        raise ValueError(f"--prompts {path} has no prompt in it: write one on each line")
+    return found
+
+
+def load(args: argparse.Namespace) -> tuple[specjax.LanguageModel, specjax.LanguageModel]:
+    """The model, and it with int8 layers.
+
+    Raises:
+      ValueError: one that cannot be compared with its int8 self.
+    """
+    model = specjax.load(args.model)
+    if getattr(model.config, "quantization", ""):
+        raise ValueError(f"--model {args.model} has int8 weights already: give the checkpoint they were made from")
+    if model.tokenizer is None:
+        raise ValueError(f"--model {args.model} has no tokenizer, so prompts cannot be read: give one that has")
+    return model, specjax.load(args.model, quantize="int8")
+
+
+def report(args: argparse.Namespace) -> None:
+    prompts = read_prompts(args.prompts)
+    whole, small = load(args)
     texts = texts_of(whole, prompts, args.new_tokens)
     logits = laws(whole, texts)
     print(f"{args.model}: {len(logits)} tokens of {len(texts)} texts, float32")
@@ -150,11 +182,21 @@ def main(argv: list[str] | None = None) -> None:
         name: specjax.load(args.model, dtype="bfloat16", quantize=kind)
         for name, kind in (("bfloat16", None), ("bfloat16 and int8", "int8"))
     }
-    windows = [int(width) for width in args.windows.split(",")]
-    times = timed({(name, width): pass_of(lm, width) for name, lm in models.items() for width in windows}, args.repeats)
-    print(f"ms a pass on {jax.devices()[0].device_kind}: " + ", ".join(f"T={width}" for width in windows))
+    cases = {(name, width): pass_of(lm, width) for name, lm in models.items() for width in args.windows}
+    times = timed(cases, args.repeats)
+    print(f"ms a pass on {jax.devices()[0].device_kind}: " + ", ".join(f"T={width}" for width in args.windows))
     for name in models:
-        print(f"  {name:20}" + "".join(f"{times[name, width]:10.1f}" for width in windows))
+        print(f"  {name:20}" + "".join(f"{times[name, width]:10.1f}" for width in args.windows))
+
+
+def main(argv: list[str] | None = None) -> None:
+    args = arguments(argv)
+    try:
+        report(args)
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except (ValueError, OSError) as error:
+        sys.exit(f"{type(error).__name__}: {error}")
 
 
 if __name__ == "__main__":

@@ -263,8 +263,8 @@ def _write(path: pathlib.Path, costs: CostModel) -> None:
     """Under a temporary name first. A cache that cannot be written is no reason to fail."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".tmp", delete=False) as file:
-            json.dump(costs._asdict(), file)
-        os.replace(file.name, path)
+        with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
+            (written := pathlib.Path(scratch) / path.name).write_text(json.dumps(costs._asdict()))
+            os.replace(written, path)
     except OSError:
         return

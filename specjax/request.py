@@ -70,6 +70,8 @@ def make(
     """Checks a request; None if there is no prompt in it. See `specjax.generate` for the arguments."""
     _check_names(sampling)
     lm = checked("lm", lm)
+    if drafter is None and adaptive not in (None, False):
+        raise ValueError(f"adaptive={show(adaptive)} without a drafter: give one, or leave it out")
     drafter = _drafter(drafter, lm)
     rule = _rule(rule, drafter)
     policy = pacing.checked(adaptive, drafter.num_draft_tokens)

@@ -354,5 +354,7 @@ def test_what_cannot_be_adaptive_is_refused():
         specjax.generate(target(), PROMPTS[0], drafter=python, adaptive=True)
     with pytest.raises(ValueError, match="Python"):
         cost_model(target(), python)
+    with pytest.raises(ValueError, match="adaptive=True without a drafter"):
+        specjax.generate(target(), PROMPTS[0], adaptive=True)
     assert checked(True, 0) is None is checked(False, 4)
     assert [checked(True, 5).sizes, checked(Heuristic(), 2).sizes] == [(0, 2, 4, 5), (1, 2)]

@@ -16,6 +16,32 @@ def test_differences_of_laws_are_those_of_their_definitions():
     assert found["max abs"] == pytest.approx(np.log(2)) and found["mean abs"] == pytest.approx(np.log(2) / 3)
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--prompts nowhere.txt", "--prompts nowhere.txt: no such file"),
+        ("--repeats 0", "--repeats 0: 1 or more"),
+        ("--windows 1 0", "--windows 0: 1 or more"),
+        ("--windows 1,a", "invalid int value"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused(capsys, words, said):
+    with pytest.raises(SystemExit) as ended:
+        quantize_report.main(words.split())
+    assert ended.value.code == 2 and said in capsys.readouterr().err
+
+
+def test_models_and_prompts_that_cannot_be_compared_are_refused_in_one_line(tmp_path):
+    (tmp_path / "empty").write_text("\n\n")
+    bare = "tests/data/tiny_models/llama3_rope_scaled"
+    for words, said in (
+        (f"--prompts {tmp_path / 'empty'}", "has no prompt in it"), (f"--model {bare}", "has no tokenizer"),
+        ("--model nowhere", "nowhere"), (f"--model {tiny.write_gguf(tmp_path / 'm.gguf')} --new-tokens 99999", "need"),
+    ):  # fmt: skip
+        with pytest.raises(SystemExit, match=said):
+            quantize_report.main([*words.split(), "--no-speed"])
+
+
 @pytest.mark.full
 def test_a_report_of_a_tiny_model(tmp_path, capsys):
     path = tiny.write_gguf(tmp_path / "m.gguf")
