@@ -14,6 +14,7 @@ from specjax.static import show, whole
 from specjax.train.generate import Plan
 
 WAIT = "\u241e"  # stands for the user's words while the chat template is taken apart
+INSTEAD = "give existing text instead (--text FILE, specjax.train.Text)"
 
 # How requests begin. Left alone a small model writes few kinds of them.
 STARTERS = (
@@ -123,12 +124,12 @@ def taken_apart(target: LanguageModel) -> tuple[list[int], list[int]]:
     """
     if target.tokenizer is None or target.chat_template is None:
         missing = "tokenizer" if target.tokenizer is None else "chat template"
-        raise ValueError(f"this target has no {missing} to write conversations with: give Text(path)")
+        raise ValueError(f"this target has no {missing} to write conversations with: {INSTEAD}")
     words = target.tokenizer
     ends = [str(getattr(words, name, "")) for name in ("bos_token", "eos_token")]
     parts = chat.render(target.chat_template, WAIT, bos_token=ends[0], eos_token=ends[1]).split(WAIT)
     if len(parts) != 2:
-        raise ValueError(f"the chat template shows the user's words {len(parts) - 1} times, not once: give Text(path)")
+        raise ValueError(f"the chat template shows the user's words {len(parts) - 1} times, not once: {INSTEAD}")
     before, after = (_encode(target, part) for part in parts)
     return before, after
 
