@@ -89,7 +89,7 @@ def test_the_table_says_what_was_measured_and_where(script, capsys):
 
 def run(script, monkeypatch, path, line):
     """The program on two prompts of different kind, with a tiny model."""
-    monkeypatch.setattr("specjax.load", lambda name, dtype: target())
+    monkeypatch.setattr("specjax.load", lambda name, dtype, mesh=None: target())
     monkeypatch.setattr("jax.config.update", lambda *_: None)  # the cache of compiled programs stays where it is
     (path / "p.jsonl").write_text('{"prompt": "ab c", "category": "x"}\n{"prompt": "c ab", "category": "y"}\n')
     line = f"eval_drafter.py {path / 'p.jsonl'} --max-new-tokens 8 --batch 1 --num-draft-tokens 3 {line}"

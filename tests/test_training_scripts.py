@@ -67,17 +67,22 @@ def test_training_speed_measures_a_tiny_target(scripts, capsys, monkeypatch):
 @pytest.mark.full
 def test_draft_sizes_are_put_in_order(scripts, capsys, monkeypatch, tmp_path):
     target = specjax.load(TARGET)
-    for layers in (2, 1):
+    for layers in (4, 1):
         specjax.models.save(tmp_path / str(layers) / "drafter", draft_lm.prune(target, layers))
     prompts = tmp_path / "prompts.jsonl"
     rows = np.random.default_rng(0).integers(3, target.model.vocab_size, (2, 6)).tolist()
     prompts.write_text("".join(json.dumps({"prompt": row}) + "\n" for row in rows))
-    monkeypatch.setattr(scripts["draft_size"], "WINDOWS", (1, 2, 5))
-    line = f"draft_size.py {tmp_path}/2 {tmp_path}/1 --target {TARGET} --prompts {prompts} --max-new-tokens 6"
+    seconds = {name: 0.3 if "target" not in name else 1.0 for name in ("target", f"{tmp_path}/1", f"{tmp_path}/4")}
+    monkeypatch.setattr(scripts["draft_size"], "pass_seconds", lambda models: {
+        (f"{name} {dtype}", width): time * slower for name, time in seconds.items()
+        for dtype, slower in (("float32", 1), ("bfloat16", 2)) for width in (1, 2, 3, 5, 8)
+    })  # fmt: skip
+    line = f"draft_size.py {tmp_path}/4 {tmp_path}/1 --target {TARGET} --prompts {prompts} --max-new-tokens 6"
     outputs = ["--json", f"{tmp_path}/a.json", "--plot", f"{tmp_path}/a.png"]
     monkeypatch.setattr(sys, "argv", [*line.split(), "--repeats", "0", *outputs])
     scripts["draft_size"].main()
     sizes = json.loads((tmp_path / "a.json").read_text())["sizes"]
-    assert [Path(size["name"]).name for size in sizes] == ["1", "2"] and sizes[0]["weights"] < sizes[1]["weights"]
-    assert sizes[1]["alpha"] > 0.8  # all layers there are: the target itself, perhaps of another type
+    assert [Path(size["name"]).name for size in sizes] == ["1", "4"] and sizes[0]["weights"] < sizes[1]["weights"]
+    assert sizes[1]["alpha"] == pytest.approx(1.0, abs=1e-5)  # all layers there are: the target itself
+    assert sizes[1]["cost"] == 0.3 and sizes[1]["best"] == 7, "8 tokens in 3.1 plain steps"
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG") and "best by prediction" in capsys.readouterr().out

@@ -79,7 +79,7 @@ def test_drawn_laws_are_those_of_the_oracle(name):
         logits = after(config, tensors, lm, text)
         for depth in range(4):
             expected = np.exp(oracle.log_softmax(logits(proposal.tokens[row, :depth])))
-            np.testing.assert_allclose(laws[row, depth], expected, atol=1e-5)
+            np.testing.assert_allclose(laws[row, depth], expected, atol=5e-5)
             assert proposal.tokens[row, depth] in ids_of(config)
 
 
