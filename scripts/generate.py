@@ -121,7 +121,7 @@ def measure(models: dict, prompt: str, index: int, drafter, args: argparse.Names
 
     lm = models[args.dtype]
     run = functools.partial(specjax.generate, prompts=prompt, **options(args, index))
-    calls = {f"plain {dtype}": functools.partial(run, model) for dtype, model in models.items()}
+    calls = {f"plain {dtype}": functools.partial(run, model, adaptive=False) for dtype, model in models.items()}
     calls["speculative"] = functools.partial(run, lm, drafter=drafter)
     results = {}
     for name, call in calls.items():
