@@ -75,7 +75,7 @@ class CostModel(NamedTuple):
 def cost_model(
     lm: LanguageModel, drafter: Drafter, *, batch: int = 1, sizes: Sequence[int] | None = None, refresh: bool = False
 ) -> CostModel:
-    """Measures the target's windows and the drafter on this machine, in seconds, once.
+    """Measures the target's windows and the drafter on this machine, once; compiling them takes most of the time.
 
     The result is kept in specjax's cache directory (``$SPECJAX_CACHE``) by model, dtype, devices, batch, drafter and
     version of jax. Accept rules and samplers are not measured.
