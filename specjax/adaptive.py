@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax.costs import CostModel
-from specjax.static import show, whole
+from specjax.static import real, show, whole
 from specjax.types import Array, PyTree
 
 TIERS = (0, 2, 4, 8, 16)
@@ -61,6 +61,9 @@ class Adaptive:
       margin: share by which another tier must be faster before it replaces the one in use.
       max_loss: share of plain decoding's time that may be lost.
       allowance: plain rounds that may be lost besides; past gains may raise it to four times as much.
+
+    Raises:
+      ValueError: tiers that are no different whole numbers, or more than the costs are of; settings out of range.
     """
 
     tiers: tuple[int, ...] | None = None
@@ -70,14 +73,30 @@ class Adaptive:
     max_loss: float = 0.01
     allowance: float = 2.0
 
+    def __post_init__(self):
+        if self.tiers is not None:
+            object.__setattr__(self, "tiers", _sizes(self.tiers, 0))
+        for name, low, high in (("decay", 0, 1), ("margin", 0, 1), ("max_loss", 1e-4, 1), ("allowance", 0, 1e6)):
+            number = real(f"adaptive.{name}", getattr(self, name), low, high, f"a number from {low} to {high:g}")
+            object.__setattr__(self, name, number)
+        if self.costs is not None:
+            if not isinstance(self.costs, CostModel):
+                raise ValueError(f"adaptive.costs={show(self.costs)}: give None or what theory.cost_model returned")
+            self.costs.seconds((0, self.sizes[-1]))
+
     @property
     def sizes(self) -> tuple[int, ...]:
         """Draft tokens per tier, ascending."""
         return self.tiers or (0,)
 
     def init(self) -> Pace:
-        """Starts with the tier that the prior acceptance suggests. Needs ``costs``."""
-        assert self.costs is not None
+        """Starts with the tier that the prior acceptance suggests.
+
+        Raises:
+          ValueError: there are no costs.
+        """
+        if self.costs is None:
+            raise ValueError("adaptive.costs=None: generate measures them; give what theory.cost_model returns")
         known, most = self.costs, self.sizes[-1]
         unit = known.verify[0] + known.draft[0]
         draft = jnp.asarray(np.interp(self.sizes, known.sizes, known.draft) / unit, jnp.float32)
@@ -152,13 +171,26 @@ class Heuristic:
     have accepted all. It never drafts less than one token, so it cannot fall back to plain decoding.
 
     Args:
-      tiers: numbers of draft tokens that have a program; the largest that fits is used. None: 1, 2, 4, 8, 16 and the
-        drafter's own.
-      start: draft tokens at first; None: the drafter's own number.
+      tiers: numbers of draft tokens that have a program. The number that is wanted is rounded down to one of them; the
+        smallest is used where fewer are wanted. None: 1, 2, 4, 8, 16 and the drafter's own.
+      start: draft tokens wanted at first, from the smallest tier to the largest; None: the largest.
+
+    Raises:
+      ValueError: tiers that are no different whole numbers from 1 on; a start outside of them.
     """
 
     tiers: tuple[int, ...] | None = None
     start: int | None = None
+
+    def __post_init__(self):
+        if self.tiers is not None:
+            object.__setattr__(self, "tiers", _sizes(self.tiers, 1))
+        if self.start is None:
+            return
+        object.__setattr__(self, "start", whole("adaptive.start", self.start, 1))
+        if self.tiers is not None and not self.tiers[0] <= self.start <= self.tiers[-1]:
+            span = f"{self.tiers[0]} to {self.tiers[-1]}"
+            raise ValueError(f"adaptive.start={self.start}: must lie within the tiers, {span}")
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -167,7 +199,7 @@ class Heuristic:
 
     def init(self) -> Array:
         """[] int32: draft tokens of the next round, before they are cut to a tier."""
-        return jnp.int32(self.sizes[-1] if self.start is None else min(self.start, self.sizes[-1]))
+        return jnp.int32(self.sizes[-1] if self.start is None else self.start)
 
     def choose(self, wanted: Array) -> Array:
         """[] index of the largest tier that is not larger than wanted."""
@@ -185,9 +217,15 @@ class Fixed:
 
     Args:
       num_draft_tokens: 0 (plain decoding) to the drafter's own number.
+
+    Raises:
+      ValueError: no whole number from 0 on.
     """
 
     num_draft_tokens: int
+
+    def __post_init__(self):
+        object.__setattr__(self, "num_draft_tokens", whole("adaptive.num_draft_tokens", self.num_draft_tokens, 0))
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -214,7 +252,7 @@ def checked(adaptive: Any, num_draft_tokens: int) -> Policy | None:
     """The policy with its tiers filled in; None for False, and where a drafter drafts nothing.
 
     Raises:
-      ValueError: no policy; tiers that are no numbers of draft tokens of this drafter; settings out of range.
+      ValueError: no policy; more draft tokens than this drafter has; costs of fewer.
     """
     if adaptive is False or adaptive is None:
         return None
@@ -223,32 +261,19 @@ def checked(adaptive: Any, num_draft_tokens: int) -> Policy | None:
         raise ValueError(f"adaptive={show(adaptive)}: give True, False, or specjax.Adaptive(), Heuristic() or Fixed(k)")
     if not num_draft_tokens:
         return None
-    if isinstance(policy, Fixed):
-        return Fixed(*_sizes("num_draft_tokens", (policy.num_draft_tokens,), 0, num_draft_tokens))
-    tiers, least = policy.tiers, 0 if isinstance(policy, Adaptive) else 1
-    if tiers is None:
+    if not isinstance(policy, Fixed) and policy.tiers is None:
+        least = 0 if isinstance(policy, Adaptive) else 1
         tiers = (*(size for size in (least, *TIERS[1:]) if size < num_draft_tokens), num_draft_tokens)
-    policy = dataclasses.replace(policy, tiers=_sizes("tiers", tiers, least, num_draft_tokens))
-    if isinstance(policy, Heuristic):
-        if policy.start is not None:
-            whole("adaptive.start", policy.start, 1)
-        return policy
-    for name, low, high in (("decay", 0, 1), ("margin", 0, 1), ("max_loss", 1e-4, 1), ("allowance", 0, 1e6)):
-        value = getattr(policy, name)
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high:
-            raise ValueError(f"adaptive.{name}={show(value)}: must be a number from {low} to {high:g}")
-    if policy.costs is not None:
-        if not isinstance(policy.costs, CostModel):
-            raise ValueError(f"adaptive.costs={show(policy.costs)}: give None or what theory.cost_model returned")
-        policy.costs.seconds((0, policy.sizes[-1]))
+        return dataclasses.replace(policy, tiers=tiers)
+    if policy.sizes[-1] > num_draft_tokens:
+        name = "num_draft_tokens" if isinstance(policy, Fixed) else "tiers"
+        raise ValueError(f"adaptive.{name}={show(getattr(policy, name))}: this drafter has {num_draft_tokens} at most")
     return policy
 
 
-def _sizes(name: str, tiers: Any, least: int, most: int) -> tuple[int, ...]:
-    words = f"adaptive.{name}={show(tiers)}: give different numbers of draft tokens from {least} to {most}"
-    if not isinstance(tiers, (tuple, list)) or not len(tiers):
-        raise ValueError(words)
-    sizes = tuple(sorted({whole(f"adaptive.{name}", size, least) for size in tiers}))
-    if sizes[-1] > most or len(sizes) != len(tiers):
-        raise ValueError(words)
-    return sizes
+def _sizes(tiers: Any, least: int) -> tuple[int, ...]:
+    """Ascending."""
+    sizes = [whole("adaptive.tiers", size, least) for size in tiers] if isinstance(tiers, (tuple, list)) else []
+    if not sizes or len(set(sizes)) != len(sizes):
+        raise ValueError(f"adaptive.tiers={show(tiers)}: give a tuple of different numbers of draft tokens")
+    return tuple(sorted(sizes))

@@ -7,9 +7,12 @@ Transformers via Speculative Decoding, arXiv 2211.17192, 2023, with a measured c
 
 import functools
 import hashlib
+import itertools
 import json
+import math
 import os
 import pathlib
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -20,11 +23,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax import noise, processes
+from specjax.drafters.checked import checked_drafter
 from specjax.drafters.late import DELAY, late
 from specjax.models.fetch import cache_dir
 from specjax.models.language_model import LanguageModel, checked
-from specjax.options import make_sampling
-from specjax.static import Bound, show, whole
+from specjax.options import host, is_int, make_sampling
+from specjax.static import Bound, real, show, whole
 from specjax.types import Array, Committed, Drafter, Sparse, Text, Window
 
 CAPACITY = 512  # slots of the caches that are measured, half of them filled
@@ -44,25 +48,29 @@ class CostModel(NamedTuple):
         Raises:
           ValueError: numbers outside the measured range; costs that are no positive numbers, one per size.
         """
-        many = len(self.sizes)
-        right = many and self.sizes[0] == 0 and all(a < b for a, b in zip(self.sizes, self.sizes[1:]))
-        right = right and many == len(self.verify) == len(self.draft) and min(self.verify) > 0 and min(self.draft) >= 0
-        if not right or not np.isfinite([self.verify, self.draft]).all():
-            raise ValueError(f"costs={show(self)}: give ascending sizes from 0 and a positive time for each of them")
-        if len(sizes) and not 0 <= min(sizes) <= max(sizes) <= self.sizes[-1]:
-            raise ValueError(f"costs={show(self)} are of 0..{self.sizes[-1]} draft tokens, not of {show(sizes)}")
-        total = np.asarray(self.verify) + np.asarray(self.draft)
-        return tuple(float(x) for x in np.interp(sizes, self.sizes, total))
+        known, verify, draft = _checked(self)
+        wanted = _counts(sizes)
+        if wanted and max(wanted) > known[-1]:
+            raise ValueError(f"costs={show(self)} are of 0..{known[-1]} draft tokens, not of {show(sizes)}")
+        return tuple(float(x) for x in np.interp(wanted, known, np.add(verify, draft)))
 
     def tokens_per_second(self, acceptance: Sequence[float | None]) -> dict[int, float]:
         """Expected tokens per second and row for each measured number of draft tokens that has acceptances.
 
         Args:
           acceptance: a_1 .. a_N, for instance ``stats.per_position``; it ends before the first None.
+
+        Raises:
+          ValueError: an acceptance that is no probability; as `seconds`.
         """
-        known = [*acceptance, None]
-        chain = [float(a) for a in known[: known.index(None)] if a is not None]
-        sizes = [size for size in self.sizes if size <= len(chain)]
+        given = host(acceptance)
+        if not isinstance(given, list):
+            raise ValueError(f"acceptance={show(acceptance)}: give a list, as stats.per_position is")
+        chain = [
+            real(f"acceptance[{i}]", a, 0, 1, "a probability, 0 to 1")
+            for i, a in enumerate(itertools.takewhile(lambda a: a is not None, given))
+        ]
+        sizes = [size for size in _checked(self).sizes if size <= len(chain)]
         emitted = 1 + np.concatenate([[0.0], np.cumsum(np.cumprod(chain))])
         return {size: float(emitted[size]) / time for size, time in zip(sizes, self.seconds(sizes))}
 
@@ -70,6 +78,30 @@ class CostModel(NamedTuple):
         """The measured number of draft tokens of the most `tokens_per_second`; 0 where speculation does not pay."""
         speeds = self.tokens_per_second(acceptance)
         return max(speeds, key=lambda size: speeds[size])
+
+
+def _counts(sizes: Any) -> list[int]:
+    given = host(sizes)
+    if not isinstance(given, list):
+        raise ValueError(f"sizes={show(sizes)}: give a list of numbers of draft tokens")
+    return [whole("sizes", size, 0) for size in given]
+
+
+def _checked(costs: CostModel) -> CostModel:
+    """The same as plain numbers."""
+    sizes = host(costs.sizes)
+    whole_ones = isinstance(sizes, list) and all(map(is_int, sizes))
+    if not whole_ones or sizes[:1] != [0] or any(b <= a for a, b in itertools.pairwise(sizes)):
+        raise ValueError(f"costs.sizes={show(costs.sizes)}: must be ascending numbers of draft tokens, the first 0")
+
+    def times(name: str, least: float, words: str) -> tuple[float, ...]:
+        values = host(getattr(costs, name))
+        if not isinstance(values, list) or len(values) != len(sizes):
+            raise ValueError(f"costs.{name}={show(values)}: must be {len(sizes)} times, one for each of costs.sizes")
+        return tuple(real(f"costs.{name}[{i}]", value, least, math.inf, words) for i, value in enumerate(values))
+
+    verify = times("verify", sys.float_info.min, "a time: finite, and more than 0")
+    return CostModel(tuple(sizes), verify, times("draft", 0, "a time: finite, and 0 or more"))
 
 
 def cost_model(
@@ -87,15 +119,19 @@ def cost_model(
       refresh: measure again.
 
     Raises:
-      ValueError: sizes out of the drafter's range, batch no whole number above 0, a drafter that needs Python.
+      ValueError: no model, no drafter or one for another target, sizes out of the drafter's range, batch no whole
+        number above 0, a drafter that needs Python.
     """
     lm, batch = checked("lm", lm), whole("batch", batch, 1)
+    drafter = checked_drafter(drafter, lm)
     most = drafter.num_draft_tokens
+    if not isinstance(refresh, bool):
+        raise ValueError(f"refresh={show(refresh)}: must be True or False")
     if drafter.host is not None:
         raise ValueError("a drafter that drafts in Python between the rounds cannot be measured alone")
     if sizes is None:
         sizes = [*(1 << i for i in range(most.bit_length()) if 1 << i < most), most]
-    wanted = tuple(sorted({0, *(whole("sizes", size, 0) for size in sizes)}))
+    wanted = tuple(sorted({0, *_counts(sizes)}))
     if wanted[-1] > most:
         raise ValueError(f"sizes={show(sizes)}: give numbers of draft tokens, 0 to the drafter's {most}")
     path = cache_dir() / "costs" / f"{_key(lm, drafter, batch, wanted)}.json"
@@ -253,10 +289,9 @@ def _read(path: pathlib.Path, sizes: tuple[int, ...]) -> CostModel | None:
     try:
         stored = json.loads(path.read_text())
         found = CostModel(sizes, tuple(map(float, stored["verify"])), tuple(map(float, stored["draft"])))
-        found.seconds(sizes)
+        return _checked(found)
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    return found
 
 
 def _write(path: pathlib.Path, costs: CostModel) -> None:

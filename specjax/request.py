@@ -16,6 +16,7 @@ from specjax import loop, noise, options, sharding
 from specjax.accept import Rule, check_rule
 from specjax.autoregressive import plain
 from specjax.costs import cost_model, features_of
+from specjax.drafters.checked import LONGEST_WINDOW, checked_drafter
 from specjax.drafters.late import late
 from specjax.loop import Program, Weights, capacity, split
 from specjax.models.chat import messages_of
@@ -23,8 +24,6 @@ from specjax.models.language_model import LanguageModel, checked
 from specjax.round import Limits, State
 from specjax.static import show, whole
 from specjax.types import Array, Drafter, PyTree, Sampling, Text
-
-LONGEST_WINDOW = 65536  # tokens per forward pass: a prefill chunk or a window of draft tokens
 
 
 class Request(NamedTuple):
@@ -70,9 +69,9 @@ def make(
     """Checks a request; None if there is no prompt in it. See `specjax.generate` for the arguments."""
     _check_names(sampling)
     lm = checked("lm", lm)
-    if drafter is None and adaptive not in (None, False):
+    if drafter is None and adaptive is not None and adaptive is not False:
         raise ValueError(f"adaptive={show(adaptive)} without a drafter: give one, or leave it out")
-    drafter = _drafter(drafter, lm)
+    drafter = plain() if drafter is None else checked_drafter(drafter, lm, ", or None to decode plainly")
     rule = _rule(rule, drafter)
     policy = pacing.checked(adaptive, drafter.num_draft_tokens)
     if policy is not None and drafter.host is not None:
@@ -151,30 +150,6 @@ def _check_names(given: Mapping[str, Any]) -> None:
             continue
         near = _ALIASES.get(name) or next(iter(difflib.get_close_matches(name, [*_OPTIONS, *_SAMPLING], n=1)), None)
         raise TypeError(f"generate() has no option {name!r}" + (f"; did you mean {near!r}?" if near else ""))
-
-
-def _drafter(drafter: Any, lm: LanguageModel) -> Drafter:
-    if drafter is None:
-        return plain()
-    if isinstance(drafter, Drafter):
-        if drafter.num_draft_tokens > LONGEST_WINDOW:
-            count = show(drafter.num_draft_tokens)
-            raise ValueError(f"drafter has num_draft_tokens={count}: at most {LONGEST_WINDOW}; 3 to 16 is usual")
-        if drafter.vocab_size not in (None, lm.model.vocab_size):
-            raise ValueError(
-                f"drafter was made for a target of {drafter.vocab_size} tokens and this one has "
-                f"{lm.model.vocab_size}: make one for this model"
-            )
-        return drafter
-    shown = show(drafter)
-    if isinstance(drafter, LanguageModel):
-        remedy = "a model drafts through specjax.drafters.model(draft, target)"
-    elif inspect.isroutine(drafter):
-        shown = name = getattr(drafter, "__name__", "it")
-        remedy = f"this is a function: call it, as in specjax.drafters.{name}(...)"
-    else:
-        remedy = "give a drafter such as specjax.drafters.ngram(), or None to decode plainly"
-    raise ValueError(f"drafter={shown}: {remedy}")
 
 
 def _encode(lm: LanguageModel, prompts: Any, chat: bool) -> list[Any]:

@@ -5,6 +5,7 @@ equal drafters would compile twice, and a closure over a model would live as lon
 """
 
 import dataclasses
+import math
 import numbers
 import weakref
 from collections.abc import Callable
@@ -47,6 +48,23 @@ def whole(name: str, value: Any, minimum: int, remedy: str = "") -> int:
         number = None
     if number is None or number < minimum:
         raise ValueError(f"{name}={show(value)}: must be a whole number, {minimum} or more" + remedy)
+    return number
+
+
+def real(name: str, value: Any, low: float, high: float, words: str) -> float:
+    """A finite number from ``low`` to ``high`` as a float: Python's, numpy's, or an array without axes.
+
+    Raises:
+      ValueError: anything else (booleans too); names argument and value and says that it must be ``words``.
+    """
+    if getattr(value, "ndim", None) == 0 and getattr(getattr(value, "dtype", None), "kind", "") in ("i", "u", "f"):
+        value = np.asarray(value).item()
+    try:
+        number = float(value) if isinstance(value, numbers.Real) and not isinstance(value, bool) else math.nan
+    except OverflowError:  # an integer of over 300 digits
+        number = math.inf
+    if not low <= number <= high or math.isinf(number):
+        raise ValueError(f"{name}={show(value)}: must be {words}")
     return number
 
 

@@ -19,7 +19,6 @@ Leviathan et al., Fast Inference from Transformers via Speculative Decoding, arX
 import functools
 import itertools
 import math
-import numbers
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -33,6 +32,8 @@ from specjax.accept import RULES, accept
 from specjax.costs import CostModel as CostModel
 from specjax.costs import cost_model as cost_model
 from specjax.noise import Role, at, inverse_cdf, row_keys, target_draw, uniform
+from specjax.options import host
+from specjax.static import real, show, whole
 from specjax.types import Array, Proposal
 
 SUM_TOLERANCE = 1e-5  # a law written with float32 numbers sums to 1 within this
@@ -107,7 +108,7 @@ def expected_tokens_block(p: ArrayLike, q: ArrayLike, num_draft_tokens: int) -> 
     p, q = _two_laws(p, q)
     ratio, mass = p[q > 0] / q[q > 0], q[q > 0]
     weights, shares, total = np.ones(1), np.ones(1), 1.0
-    for _ in range(_whole("num_draft_tokens", num_draft_tokens)):
+    for _ in range(whole("num_draft_tokens", num_draft_tokens, 0)):
         if weights.size * ratio.size > BLOCK_PREFIXES:
             raise ValueError(
                 f"block with {p.size} tokens and num_draft_tokens={num_draft_tokens} has too many different "
@@ -165,9 +166,10 @@ def best_k(
     Raises:
       ValueError: as `speed_up`; longest negative.
     """
-    longest = _whole("longest", longest)
-    if not isinstance(acceptance, numbers.Real):
-        longest = min(longest, len(acceptance))  # pyright: ignore[reportArgumentType]
+    longest = whole("longest", longest, 0)
+    acceptance = host(acceptance)
+    if isinstance(acceptance, list):
+        longest = min(longest, len(acceptance))
     costs = {"draft_cost": draft_cost, "draft_overhead": draft_overhead, "verify_cost": verify_cost}
     return max(range(longest + 1), key=lambda k: speed_up(acceptance, k, **costs))  # the first of equals
 
@@ -186,7 +188,7 @@ def break_even(
     Raises:
       ValueError: K < 1, or as `speed_up`.
     """
-    size = _whole("num_draft_tokens", num_draft_tokens, least=1)
+    size = whole("num_draft_tokens", num_draft_tokens, 1)
     time = _round_cost(size, draft_cost, draft_overhead, verify_cost)
     if time > size + 1:
         return None
@@ -271,13 +273,13 @@ def simulate(
       ValueError: an argument out of range, an unknown rule, coupled drafts with another rule than "match".
     """
     p, q = _two_laws(p, q)
-    size, rounds = _whole("num_draft_tokens", num_draft_tokens), _whole("rounds", rounds, least=1)
-    seed = _whole("seed", seed)
+    size, rounds = whole("num_draft_tokens", num_draft_tokens, 0), whole("rounds", rounds, 1)
+    seed = whole("seed", seed, 0)
     for name, value in (("rounds", rounds), ("seed", seed)):
         if value >= 2**32:
             raise ValueError(f"{name}={value}: must be below 2**32")
-    if rule not in RULES:
-        raise ValueError(f"rule={rule!r}: choose one of {sorted(RULES)}")
+    if not isinstance(rule, str) or rule not in RULES:
+        raise ValueError(f"rule={show(rule)}: choose one of {sorted(RULES)}")
     if coupled and rule != "match":
         raise ValueError(f"coupled=True with rule={rule!r}: drafts made with the target's noise need rule='match'")
     needed = max(1024, 1 << (rounds - 1).bit_length())  # few sizes, so that few programs are compiled
@@ -325,14 +327,16 @@ def _chunk(
 
 def _acceptances(acceptance: Acceptance, num_draft_tokens: int | None) -> list[float]:
     """a_1 .. a_K, checked."""
-    if isinstance(acceptance, numbers.Real):
+    acceptance = host(acceptance)
+    if not isinstance(acceptance, list):
+        each = _probability("acceptance", acceptance)
         if num_draft_tokens is None:
             raise ValueError("num_draft_tokens is missing: one acceptance for all positions does not tell how many")
-        return [_probability("acceptance", acceptance)] * _whole("num_draft_tokens", num_draft_tokens)
-    chain = [_probability(f"acceptance[{i}]", a) for i, a in enumerate(acceptance)]  # pyright: ignore
-    size = len(chain) if num_draft_tokens is None else _whole("num_draft_tokens", num_draft_tokens)
+        return [each] * whole("num_draft_tokens", num_draft_tokens, 0)
+    chain = [_probability(f"acceptance[{i}]", a) for i, a in enumerate(acceptance)]
+    size = len(chain) if num_draft_tokens is None else whole("num_draft_tokens", num_draft_tokens, 0)
     if size > len(chain):
-        raise ValueError(f"num_draft_tokens={size}, but acceptance has {len(chain)} positions")
+        raise ValueError(f"num_draft_tokens={size}: acceptance has {len(chain)} positions; give one for each")
     return chain[:size]
 
 
@@ -346,25 +350,18 @@ def _round_cost(size: int, draft_cost: float, draft_overhead: float, verify_cost
 
 
 def _probability(name: str, value: Any) -> float:
-    if not isinstance(value, numbers.Real) or not 0 <= float(value) <= 1:
-        raise ValueError(f"{name}={value!r}: must be a probability, 0 to 1")
-    return float(value)
+    return real(name, value, 0, 1, "a probability, 0 to 1")
 
 
 def _cost(name: str, value: Any) -> float:
-    if not isinstance(value, numbers.Real) or not 0 <= float(value) < math.inf:
-        raise ValueError(f"{name}={value!r}: must be 0 or more plain steps, and finite")
-    return float(value)
-
-
-def _whole(name: str, value: Any, least: int = 0) -> int:
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or int(value) < least:
-        raise ValueError(f"{name}={value!r}: must be a whole number, {least} or more")
-    return int(value)
+    return real(name, value, 0, math.inf, "0 or more plain steps, and finite")
 
 
 def _law(name: str, value: ArrayLike) -> np.ndarray:
-    law = np.asarray(value, np.float64)
+    try:
+        law = np.asarray(value, np.float64)
+    except (TypeError, ValueError):
+        raise ValueError(f"{name}={show(value)}: give one probability per token, [V]") from None
     if law.ndim != 1 or not law.size:
         raise ValueError(f"{name} has shape {law.shape}: give one probability per token, [V]")
     if not np.all(np.isfinite(law)) or np.any(law < 0):

@@ -228,6 +228,17 @@ def test_disjoint_laws_accept_nothing_and_equal_laws_everything():
         (lambda: theory.expected_tokens((0.5, None)), r"acceptance\[1\]=None"),
         (lambda: theory.expected_tokens(0.5, -1), "num_draft_tokens=-1: must be a whole number, 0 or more"),
         (lambda: theory.expected_tokens(0.5, 2.5), "num_draft_tokens=2.5"),
+        *((lambda wrong=wrong: theory.expected_tokens(wrong, 2), "^acceptance=.*probability")
+          for wrong in (None, "0.5", {0.5}, True, 10**400)),
+        *((lambda wrong=wrong: theory.speed_up(0.5, 2, draft_cost=wrong), "^draft_cost=")
+          for wrong in (None, "0.5", math.nan, [0.1], True)),
+        (lambda: theory.best_k(None), "^acceptance=None"),
+        (lambda: theory.best_k("0.9"), "^acceptance='0.9'"),
+        (lambda: theory.speed_up(0.5, 2, verify_cost=lambda width: "1"), "^verify_cost='1'"),
+        (lambda: theory.alpha(None, Q), "^p "),
+        (lambda: theory.alpha("ab", Q), "^p='ab'"),
+        (lambda: theory.alpha({1: 2}, Q), "^p="),
+        (lambda: theory.simulate(P, Q, 4, rule=["match"]), r"rule=\['match'\]"),
         (lambda: theory.expected_tokens(0.5), "num_draft_tokens is missing"),
         (lambda: theory.expected_tokens((0.5, 0.5), 3), "acceptance has 2 positions"),
         (lambda: theory.alpha((0.5, 0.6), (0.5, 0.5)), "p sums to 1.1, not to 1"),
@@ -248,7 +259,14 @@ def test_disjoint_laws_accept_nothing_and_equal_laws_everything():
         (lambda: theory.simulate(P, Q, 4, seed=2**32), "seed=4294967296"),
         (lambda: theory.simulate(P, Q, -1), "num_draft_tokens=-1"),
     ],
-)
+)  # fmt: skip
 def test_an_argument_that_makes_no_sense_is_named(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+def test_arrays_are_welcome_as_acceptances():
+    chain = np.asarray([0.9, 0.5, 0.2], np.float32)
+    assert theory.expected_tokens(chain) == theory.expected_tokens([float(a) for a in chain])
+    assert theory.best_k(chain, draft_cost=np.float32(0.05)) == theory.best_k(tuple(chain), draft_cost=0.05)
+    assert theory.expected_tokens(np.asarray(0.5), np.int64(4)) == theory.expected_tokens(0.5, 4)
