@@ -14,16 +14,16 @@ import shutil
 import statistics
 import sys
 
+import script_tools
+
 
 def text(args: argparse.Namespace) -> None:
-    import jax
     from distill_plan import source
 
     import specjax
-    from specjax.models.fetch import cache_dir
     from specjax.train import write_corpus
 
-    jax.config.update("jax_compilation_cache_dir", str(cache_dir() / "jax"))
+    script_tools.keep_programs()
     target = specjax.load(args.target, dtype=args.dtype)
     write_corpus(
         target, args.corpus, tokens=args.tokens, source=source(args), seed=0, batch=args.rows, slots=args.slots
@@ -113,12 +113,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 def main() -> None:
     args = parse()
-    try:
-        args.run(args)
-    except KeyboardInterrupt:
-        sys.exit(130)
-    except (ValueError, OSError) as error:
-        sys.exit(f"{type(error).__name__}: {error}")
+    script_tools.run_script(args.run, args)
 
 
 if __name__ == "__main__":

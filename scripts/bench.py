@@ -27,8 +27,7 @@ import bench_report
 import bench_runs
 import bench_stats
 import draft_sources
-import jax
-from script_tools import machine, progress, write
+from script_tools import keep_programs, machine, progress, run_script, write
 
 TURNS = 9  # of parts of a round, at least, per cell
 
@@ -211,14 +210,13 @@ def passes(args: argparse.Namespace, models: dict) -> dict:
 
 def work(args: argparse.Namespace) -> int:
     import specjax
-    from specjax.models.fetch import cache_dir
     from specjax.train.evaluate import encode
 
     chosen = [] if args.passes else prompts(args)
     for name in args.drafter:
         if name != "chain":
             draft_sources.sources(name, args.model)  # before a model is loaded
-    jax.config.update("jax_compilation_cache_dir", str(cache_dir() / "jax"))
+    keep_programs()
     progress(f"loading {args.model}", line=True)
     models = {dtype: specjax.load(args.model, dtype=dtype) for dtype in bench_options.DTYPES}
     if args.passes:
@@ -250,14 +248,7 @@ def work(args: argparse.Namespace) -> int:
 
 def main() -> None:
     args = bench_options.parse(description=__doc__)
-    try:
-        sys.exit(work(args))
-    except KeyboardInterrupt:
-        kept = f"; what was measured is in {args.json}" if args.json and args.json.exists() else ""
-        print(f"\ninterrupted{kept}", file=sys.stderr)
-        sys.exit(130)
-    except (ValueError, OSError) as error:
-        sys.exit(f"{type(error).__name__}: {error}")
+    run_script(work, args, kept=args.json)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import pathlib
 import sys
 
 import draft_sources
+from script_tools import lost
 
 DTYPES = ("float32", "bfloat16")
 QUICK = {"per_category": 1, "max_new_tokens": 64, "repeats": 2}
@@ -83,12 +84,9 @@ def _refusals(args: argparse.Namespace) -> list[tuple[bool, str]]:
     low += [f"--batch {size}: 1 or more" for size in args.batch if size < 1]
     low += [f"--num-draft-tokens {count}: 1 or more; 0 is plain decoding, which is always there"
             for count in args.num_draft_tokens or [] if count < 1]  # fmt: skip
-    places = [(name, getattr(args, name)) for name in ("json", "html")]
-    lost = [f"--{name} {path}: there is no folder {path.parent}" for name, path in places
-            if path and not path.parent.is_dir()]  # fmt: skip
-    lost += [f"--{name} {path} is a folder" for name, path in places if path and path.is_dir()]
     return [
-        *((True, words) for words in (*low, *lost)),
+        *((True, words) for words in low),
+        *lost(args, "json", "html"),
         (len(args.top_p) not in (1, len(args.temperature)), "--top-p: give one value, or one per --temperature"),
         (not all(0 < p <= 1 for p in args.top_p), "--top-p is above 0, up to 1"),
         (not all(0 <= t < float("inf") for t in args.temperature), "--temperature is 0 or more"),

@@ -23,6 +23,7 @@ import jax
 import jax.numpy as jnp
 from distill_options import HEADS, HELD_OUT, parse
 from distill_plan import foresee, plan, size, source
+from script_tools import keep_programs, run_script
 
 from specjax.models.identity import fingerprint
 
@@ -30,9 +31,7 @@ from specjax.models.identity import fingerprint
 def main() -> None:
     args = parse()
     try:
-        work(args)
-    except (ValueError, OSError) as error:
-        sys.exit(f"{type(error).__name__}: {error}")
+        run_script(work, args)
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
@@ -43,12 +42,11 @@ def work(args) -> None:
     devices.start(args)
     import specjax
     from specjax import processes
-    from specjax.models.fetch import cache_dir
     from specjax.train.data import read_corpus
     from specjax.train.settings import checked
 
     progress_bar()  # is it installed? Better now than after an hour.
-    jax.config.update("jax_compilation_cache_dir", str(cache_dir() / "jax"))
+    keep_programs()
     target = specjax.load(args.target, dtype=args.dtype)
     more = [same_target(read_corpus(path), target) for path in args.more_corpora]
     if args.eval_prompts:

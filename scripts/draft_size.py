@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from script_tools import figure_class, machine, progress, write
+from script_tools import figure_class, keep_programs, lost, machine, progress, run_script, write
 
 WINDOWS = (1, 2, 3, 5, 8)  # widths that are timed; K is one less
 CAPACITY, LENGTH, STEPS = 512, 200, 4
@@ -55,6 +55,9 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--json", type=pathlib.Path, metavar="FILE")
     add("--plot", type=pathlib.Path, metavar="FILE", help="a .png")
     args = parser.parse_args(arguments)
+    for refused, words in lost(args, "json", "plot"):
+        if refused:
+            parser.error(words)
     for run in args.runs:
         if not (run / "drafter" / "specjax.json").is_file():
             parser.error(f"{run} holds no draft model: train one with distill_draft.py --student draft-lm --out {run}")
@@ -177,18 +180,17 @@ def draw(path: pathlib.Path, sizes: list[Size]) -> None:
 
 def work(args: argparse.Namespace) -> None:
     import specjax
-    from specjax.models.fetch import cache_dir
     from specjax.train.evaluate import Prompt, read_prompts
 
     if args.plot:
-        figure_class("--plot")  # is it there? Better now than at the end.
+        figure_class("--plot")  # is it installed? Better now than at the end.
     if args.prompts:
         prompts = read_prompts(args.prompts, args.per_category)
     else:
         from distill_options import HELD_OUT
 
         prompts = [Prompt(text) for text in HELD_OUT]
-    jax.config.update("jax_compilation_cache_dir", str(cache_dir() / "jax"))
+    keep_programs()
     target, other = (specjax.load(args.target, dtype=dtype) for dtype in ("float32", "bfloat16"))
     sizes = measure(args, target, other, prompts)
     print(f"{args.target}, {len(prompts)} prompts, {args.max_new_tokens} new tokens, batch 1; {machine()}\n")
@@ -206,13 +208,7 @@ def work(args: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    args = parse()
-    try:
-        work(args)
-    except KeyboardInterrupt:
-        sys.exit(130)
-    except (ValueError, OSError) as error:
-        sys.exit(f"{type(error).__name__}: {error}")
+    run_script(work, parse())
 
 
 if __name__ == "__main__":

@@ -24,9 +24,8 @@ import sys
 
 import devices
 import draft_sources
-import jax
 from draft_sources import make, sources
-from script_tools import figure_class, machine, progress, write
+from script_tools import figure_class, keep_programs, lost, machine, progress, run_script, write
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -59,6 +58,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     numbers = (args.batch, args.repeats, args.max_new_tokens, args.per_category or 1, *(args.num_draft_tokens or [1]))
     refusals = [
         *devices.refusals(args),
+        *lost(args, "json", "plot"),
         (min(numbers) < 1, "--batch, --repeats, --max-new-tokens, --per-category and --num-draft-tokens are 1 or more"),
         (args.per_category == 0, "--per-category is 1 or more"),
         (len(args.top_p) not in (1, len(args.temperature)), "--top-p: give one value, or one per --temperature"),
@@ -179,7 +179,6 @@ def work(args: argparse.Namespace) -> None:
     devices.start(args)
     import specjax
     from specjax import sharding
-    from specjax.models.fetch import cache_dir
     from specjax.train.evaluate import Prompt, part, read_prompts
 
     if args.plot:
@@ -193,7 +192,7 @@ def work(args: argparse.Namespace) -> None:
     prompts = part(prompts, args.split, args.per_category)
     chosen = {name: sources(name, args.model) for name in args.drafter}
     tree = draft_sources.parse_tree(args.tree)
-    jax.config.update("jax_compilation_cache_dir", str(cache_dir() / "jax"))
+    keep_programs()
     mesh = devices.mesh(args)
     lm = specjax.load(args.model, dtype=args.dtype, mesh=mesh)
     made = {}  # all of them before anything is measured
@@ -210,13 +209,7 @@ def work(args: argparse.Namespace) -> None:
 
 def main() -> None:
     args = parse()
-    try:
-        work(args)
-    except KeyboardInterrupt:
-        print("\ninterrupted" + (f"; what was measured is in {args.json}" if args.json else ""), file=sys.stderr)
-        sys.exit(130)
-    except (ValueError, OSError) as error:
-        sys.exit(f"{type(error).__name__}: {error}")
+    run_script(work, args, kept=args.json)
 
 
 if __name__ == "__main__":

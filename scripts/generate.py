@@ -20,9 +20,8 @@ import time
 
 import devices
 import draft_sources
-import jax
 from generate_options import check_ranges, options, parse, read_prompts
-from script_tools import progress
+from script_tools import keep_programs, progress, run_script
 
 
 def report(tau: float | None, acceptance_rate: float | None, alpha: float | None) -> str:
@@ -210,9 +209,8 @@ def work(args: argparse.Namespace) -> None:
     prompts = read_prompts(args)
     import specjax
     from specjax import sharding
-    from specjax.models.fetch import cache_dir
 
-    jax.config.update("jax_compilation_cache_dir", str(cache_dir() / "jax"))
+    keep_programs()
     check_ranges(args)
     if args.drafter != "none":
         print(f"drafter: {draft_sources.choose(args.drafter, args.model).label}", file=sys.stderr)
@@ -238,18 +236,7 @@ def work(args: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    args = parse()
-    try:
-        work(args)
-        sys.stdout.flush()
-    except KeyboardInterrupt:
-        sys.stdout.flush()
-        print("interrupted", file=sys.stderr)
-        sys.exit(130)
-    except BrokenPipeError:  # the reader has gone; Python must not complain when it flushes at exit
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    except (ValueError, OSError) as error:
-        sys.exit(f"{type(error).__name__}: {error}")
+    run_script(work, parse())
 
 
 def as_json(out) -> dict:

@@ -17,7 +17,6 @@ import json
 import math
 import pathlib
 import statistics
-import sys
 from typing import Any
 
 import bench_parts
@@ -27,12 +26,11 @@ import model_shapes
 import numpy as np
 from bench_report import number, text_table
 from flax import nnx
-from script_tools import machine, progress, write
+from script_tools import keep_programs, lost, machine, progress, run_script, write
 
 from specjax import LanguageModel, from_nnx, theory
 from specjax.models import llama
 from specjax.models.config import LlamaConfig
-from specjax.models.fetch import cache_dir
 from specjax.models.llama_params import abstract_params
 
 MOST_READ = 8.5  # GB of float32: more numbers than an int32 counts
@@ -81,8 +79,7 @@ def _refusals(args: argparse.Namespace) -> list[tuple[bool, str]]:
          f"{args.target} {vocab['target']}: they must have the same"),
         (not all(0 <= a <= 1 for a in args.alpha), "--alpha is 0 to 1"),
         (not 0 < args.read_gb <= MOST_READ, f"--read-gb is above 0, up to {MOST_READ}"),
-        (bool(args.json) and not args.json.parent.is_dir(), f"--json {args.json}: there is no such folder"),
-        (bool(args.json) and args.json.is_dir(), f"--json {args.json} is a folder"),
+        *lost(args, "json"),
     ]  # fmt: skip
 
 
@@ -183,7 +180,7 @@ def table(found: dict) -> str:
 
 
 def work(args: argparse.Namespace) -> None:
-    jax.config.update("jax_compilation_cache_dir", str(cache_dir() / "jax"))
+    keep_programs()
     check_memory(args, jax.devices()[0])
     models = {name: random_model(config, args.dtype, args.scan_layers) for name, config in args.shapes.items()}
     print(f"{args.target} with {args.draft}, {args.dtype}, random weights, {args.length} of {args.capacity} slots in "
@@ -201,13 +198,7 @@ def work(args: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    args = parse()
-    try:
-        work(args)
-    except KeyboardInterrupt:
-        sys.exit(130)
-    except (ValueError, OSError) as error:
-        sys.exit(f"{type(error).__name__}: {error}")
+    run_script(work, parse())
 
 
 if __name__ == "__main__":

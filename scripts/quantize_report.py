@@ -13,7 +13,6 @@ taking turns; the minimum counts. Timings mean something only when nothing else 
 import argparse
 import functools
 import pathlib
-import sys
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -21,6 +20,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from script_tools import run_script
 
 import specjax
 from specjax.models import int8
@@ -190,13 +190,7 @@ def report(args: argparse.Namespace) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    args = arguments(argv)
-    try:
-        report(args)
-    except KeyboardInterrupt:
-        sys.exit(130)
-    except (ValueError, OSError) as error:
-        sys.exit(f"{type(error).__name__}: {error}")
+    run_script(report, arguments(argv))
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 
 import numpy as np
+from script_tools import run_script
 
 from specjax import theory
 
@@ -51,15 +52,13 @@ def law(text):
 
 
 def main(argv=None):
-    args = arguments(argv)
-    try:
-        simulation = numbers(args)
-        if not args.no_figures:
-            figures(args, simulation)
-    except ValueError as error:
-        sys.exit(f"simulate: {error}")
-    except KeyboardInterrupt:
-        sys.exit("\nsimulate: interrupted")
+    run_script(work, arguments(argv))
+
+
+def work(args):
+    simulation = numbers(args)
+    if not args.no_figures:
+        figures(args, simulation)
 
 
 # --- numbers

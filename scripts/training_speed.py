@@ -12,7 +12,6 @@ are --dtype, the student's products --compute. Only counts on a machine that is 
 import argparse
 import itertools
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -21,6 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from distill_options import HEADS, STUDENTS
+from script_tools import keep_programs, machine, run_script
 
 
 class Part(NamedTuple):
@@ -156,23 +156,10 @@ def line(kind: str, parts: dict[str, Part], tokens: int, rate: float) -> str:
     return "| " + " | ".join(cells + [f"{share:.0%}" for share in shares]) + " |"
 
 
-def main() -> None:
-    args = parse()
-    try:
-        work(args)
-    except KeyboardInterrupt:
-        sys.exit(130)
-    except (ValueError, OSError) as error:
-        sys.exit(f"{type(error).__name__}: {error}")
-
-
 def work(args: argparse.Namespace) -> None:
-    from script_tools import machine
-
     import specjax
-    from specjax.models.fetch import cache_dir
 
-    jax.config.update("jax_compilation_cache_dir", str(cache_dir() / "jax"))
+    keep_programs()
     target = specjax.load(args.target, dtype=args.dtype)
     rates = {dtype: product_rate(dtype, args.repeats) for dtype in ("float32", "bfloat16")}
     print(f"{args.target}, weights {args.dtype}; {machine()}")
@@ -188,6 +175,10 @@ def work(args: argparse.Namespace) -> None:
     print("|---" * 8 + "|")
     for kind in args.student:
         print(line(kind, step_parts(kind, target, args), tokens, rates[args.compute]), flush=True)
+
+
+def main() -> None:
+    run_script(work, parse())
 
 
 if __name__ == "__main__":

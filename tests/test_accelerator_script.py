@@ -1,27 +1,21 @@
 """scripts/train_on_accelerator.sh: its arithmetic, and all of it with a tiny target on a CPU."""
 
-import importlib
 import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 import specjax
-
-ROOT = Path(__file__).resolve().parent.parent
-TARGET = ROOT / "tests" / "data" / "tiny_models" / "llama3_rope_scaled"
+from tests import scripts
+from tests.scripts import ROOT, TINY
 
 
 @pytest.fixture(scope="module")
 def stages():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(ROOT / "scripts"))
-        yield importlib.import_module("accelerator_stages")
-    for name in ("accelerator_stages", "distill_options"):
-        sys.modules.pop(name, None)
+    with scripts.imported("accelerator_stages") as module:
+        yield module
 
 
 def call(stages, line):
@@ -84,7 +78,7 @@ def test_a_tiny_target_gets_a_drafter_and_what_is_done_is_not_done_again(tmp_pat
     assert done.returncode == 0, done.stdout
     for name in ("text", "head", "worth"):
         assert f"{name}: done in" in done.stdout
-    lm = specjax.load(TARGET)
+    lm = specjax.load(TINY)
     for name in ("run", "run/tables", "run/head", "run/small"):
         specjax.load_drafter(tmp_path / name, lm)
     weights = [(tmp_path / "run" / name / "drafter" / "model.safetensors").stat().st_size for name in ("small", "head")]

@@ -1,11 +1,9 @@
 """scripts/bench.py: refusals, arithmetic, the check of texts, and whole runs with a tiny model."""
 
 import functools
-import importlib
 import json
 import re
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import jax
@@ -16,9 +14,9 @@ import pytest
 from specjax import noise, parity
 from specjax.models import LlamaConfig, llama, llama_params
 from specjax.models.language_model import LanguageModel
+from tests import scripts
 from tests.small import position_lm, target
 
-SCRIPTS = Path(__file__).resolve().parent.parent / "scripts"
 MODULES = ("bench", "bench_options", "bench_runs", "bench_parts", "bench_stats", "bench_report", "bench_plots",
            "bench_peer", "draft_sources", "script_tools", "generate_options")  # fmt: skip
 
@@ -26,12 +24,9 @@ MODULES = ("bench", "bench_options", "bench_runs", "bench_parts", "bench_stats",
 @pytest.fixture(scope="module")
 def bench():
     """The modules by their name without "bench_"."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(SCRIPTS))
-        found = {name.removeprefix("bench_"): importlib.import_module(name) for name in MODULES}
+    with scripts.imported(*MODULES) as modules:
+        found = {name.removeprefix("bench_"): module for name, module in zip(MODULES, modules, strict=True)}
         yield SimpleNamespace(main=found.pop("bench"), **found)
-    for name in MODULES:
-        sys.modules.pop(name)
 
 
 # --- the command line
@@ -63,9 +58,7 @@ def bench():
     ],
 )
 def test_the_parser_refuses(bench, capsys, line, words):
-    with pytest.raises(SystemExit) as error:
-        bench.options.parse(line.split())
-    assert error.value.code == 2 and words in capsys.readouterr().err.splitlines()[-1]
+    assert words in scripts.refusal(bench.options.parse, line.split(), capsys)
 
 
 def test_what_stands_on_the_line_goes_before_a_preset(bench):

@@ -3,25 +3,20 @@
 import importlib
 import json
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 import specjax
 from specjax.train import texts
-
-ROOT = Path(__file__).resolve().parent.parent
-TARGET = ROOT / "tests" / "data" / "tiny_models" / "llama3_rope_scaled"
+from tests import scripts
+from tests.scripts import ROOT, TINY
 
 
 @pytest.fixture(scope="module")
 def script():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(ROOT / "scripts"))
-        yield importlib.import_module("distill_draft")
-    for name in ("distill_draft", "distill_options", "distill_plan"):
-        sys.modules.pop(name)
+    with scripts.imported("distill_draft") as module:
+        yield module
 
 
 @pytest.mark.parametrize(
@@ -49,10 +44,7 @@ def script():
 )
 def test_the_parser_refuses(script, capsys, monkeypatch, line, words):
     monkeypatch.chdir(ROOT)
-    with pytest.raises(SystemExit) as error:
-        script.parse(line.split())
-    assert error.value.code == 2
-    assert words in capsys.readouterr().err.splitlines()[-1]
+    assert words in scripts.refusal(script.parse, line.split(), capsys)
 
 
 @pytest.mark.parametrize("suffix", ["json", "yaml"])
@@ -96,7 +88,7 @@ def test_a_missing_progress_bar_names_the_extra(script, monkeypatch):
 def text(tmp_path_factory):
     """Forty texts of a tiny target's vocabulary: it has no tokenizer."""
     path = tmp_path_factory.mktemp("text") / "own.npz"
-    size = specjax.load(TARGET).model.vocab_size
+    size = specjax.load(TINY).model.vocab_size
     texts.save(path, texts.join(np.random.default_rng(0).integers(0, size, (60, 16)).tolist()))
     return path
 
@@ -108,7 +100,7 @@ def run(script, monkeypatch, line):
 
 def small(text, out):
     return (
-        f"--target {TARGET} --dtype float32 --text {text} --out {out} --rows 8 --slots 24 --tokens 900 --repeats 0 "
+        f"--target {TINY} --dtype float32 --text {text} --out {out} --rows 8 --slots 24 --tokens 900 --repeats 0 "
         "--max-new-tokens 8 "
     )
 
@@ -118,7 +110,7 @@ def test_tables_go_from_text_to_a_drafter_and_the_same_command_goes_on(script, t
     run(script, monkeypatch, line + " --dry-run")
     assert "up to 1 MB" in capsys.readouterr().out and not (tmp_path / "run").exists()
     run(script, monkeypatch, line)
-    drafter = specjax.load_drafter(tmp_path / "run", specjax.load(TARGET))
+    drafter = specjax.load_drafter(tmp_path / "run", specjax.load(TINY))
     assert drafter.num_draft_tokens == 3
     facts = json.loads((tmp_path / "run" / "results.json").read_text())
     assert [row["temperature"] for row in facts["results"]] == [0.0, 1.0]
@@ -173,9 +165,9 @@ def test_every_student_goes_from_text_to_decoding(script, text, tmp_path, monkey
     assert "3 steps of 2 x 16" in printed and "tau, macro" in printed
     metrics = (tmp_path / "run" / "training" / "metrics.jsonl").read_text().splitlines()
     assert sum('"loss"' in row for row in metrics) == 3
-    drafter = specjax.load_drafter(tmp_path / "run", specjax.load(TARGET))
+    drafter = specjax.load_drafter(tmp_path / "run", specjax.load(TINY))
     prompt = [5, 6, 7, 8]
     plain, drafted = (
-        specjax.generate(specjax.load(TARGET), [prompt], max_new_tokens=12, drafter=d).tokens for d in (None, drafter)
+        specjax.generate(specjax.load(TINY), [prompt], max_new_tokens=12, drafter=d).tokens for d in (None, drafter)
     )
     assert plain == drafted

@@ -1,9 +1,7 @@
 """scripts/eval_drafter.py: refusals, files and arithmetic. No real model is loaded."""
 
-import importlib
 import json
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,18 +9,14 @@ import pytest
 import specjax
 from specjax.drafters import RecyclingConfig, build_tables
 from specjax.train.evaluate import Evaluation
+from tests import scripts
 from tests.small import V, target
-
-SCRIPTS = Path(__file__).resolve().parent.parent / "scripts"
 
 
 @pytest.fixture(scope="module")
 def script():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(SCRIPTS))
-        yield importlib.import_module("eval_drafter")
-    for name in ("eval_drafter", "draft_sources", "script_tools"):
-        sys.modules.pop(name)
+    with scripts.imported("eval_drafter") as module:
+        yield module
 
 
 @pytest.fixture(scope="module")
@@ -48,10 +42,7 @@ def directory(tmp_path_factory):
     ],
 )
 def test_the_parser_refuses(script, capsys, line, words):
-    with pytest.raises(SystemExit) as error:
-        script.parse(line.split())
-    assert error.value.code == 2
-    assert words in capsys.readouterr().err.splitlines()[-1]
+    assert words in scripts.refusal(script.parse, line.split(), capsys)
 
 
 def test_one_top_p_is_for_every_temperature(script):

@@ -1,6 +1,5 @@
 """scripts/generate.py: refusals, prompts, seeds and the arithmetic of --compare. No model is loaded."""
 
-import importlib
 import io
 import sys
 from pathlib import Path
@@ -8,17 +7,13 @@ from pathlib import Path
 import pytest
 
 import specjax
-
-SCRIPTS = Path(__file__).resolve().parent.parent / "scripts"
+from tests import scripts
 
 
 @pytest.fixture(scope="module")
 def script():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(SCRIPTS))
-        yield importlib.import_module("generate")
-    for name in ("generate", "generate_options", "draft_sources", "devices", "script_tools"):
-        sys.modules.pop(name)
+    with scripts.imported("generate") as module:
+        yield module
 
 
 @pytest.mark.parametrize(
@@ -56,10 +51,7 @@ def script():
     ],
 )
 def test_the_parser_refuses(script, capsys, line, words):
-    with pytest.raises(SystemExit) as error:
-        script.parse(line.split())
-    assert error.value.code == 2
-    assert words in capsys.readouterr().err.splitlines()[-1]
+    assert words in scripts.refusal(script.parse, line.split(), capsys)
 
 
 @pytest.mark.parametrize(

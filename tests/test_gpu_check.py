@@ -1,28 +1,23 @@
 """scripts/gpu_check.sh and .py: refusals, arithmetic, and all but the tests stage with tiny models on a CPU."""
 
-import importlib
 import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
+from tests import scripts
+from tests.scripts import ROOT
+
 TINY = "--target 64,16,32,2,4,2 --draft 64,16,32,1,4,2 --windows 1 4 --capacity 16 --length 8"
 
 
 @pytest.fixture(scope="module")
 def check():
-    before = set(sys.modules)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(ROOT / "scripts"))
-        yield importlib.import_module("gpu_check")
-    for name in set(sys.modules) - before:
-        if str(getattr(sys.modules[name], "__file__", "")).startswith(str(ROOT / "scripts")):
-            sys.modules.pop(name)
+    with scripts.imported("gpu_check") as module:
+        yield module
 
 
 @pytest.mark.parametrize(
@@ -42,14 +37,12 @@ def check():
         ("--alpha nan", "--alpha is 0 to 1"),
         ("--read-gb 9", "--read-gb is above 0"),
         ("--dtype int8", "invalid choice: 'int8'"),
-        ("--json nowhere/a.json", "there is no such folder"),
+        ("--json nowhere/a.json", "there is no folder nowhere; make it"),
         ("--json .", "--json . is a folder"),
     ],
 )
 def test_the_parser_refuses(check, capsys, line, words):
-    with pytest.raises(SystemExit) as error:
-        check.parse([*TINY.split(), *line.split()])
-    assert error.value.code == 2 and words in capsys.readouterr().err.splitlines()[-1]
+    assert words in scripts.refusal(check.parse, [*TINY.split(), *line.split()], capsys)
 
 
 def test_what_does_not_fit_is_refused_before_anything_is_made(check):

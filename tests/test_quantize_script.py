@@ -3,14 +3,20 @@
 import numpy as np
 import pytest
 
-from scripts import quantize_report
+from tests import scripts
 from tests.models import tiny
 
 
-def test_differences_of_laws_are_those_of_their_definitions():
+@pytest.fixture(scope="module")
+def script():
+    with scripts.imported("quantize_report") as module:
+        yield module
+
+
+def test_differences_of_laws_are_those_of_their_definitions(script):
     p, q = np.array([0.5, 0.25, 0.25]), np.array([0.25, 0.5, 0.25])
     logits, other = np.log([p, p]), np.log([p, q])
-    found = quantize_report.compared(logits + 3, other + 3)  # laws do not see a shift of both
+    found = script.compared(logits + 3, other + 3)  # laws do not see a shift of both
     assert found["greedy agrees"] == 0.5
     assert found["KL max"] == pytest.approx(0.25 * np.log(2)) and found["KL mean"] == pytest.approx(found["KL max"] / 2)
     assert found["max abs"] == pytest.approx(np.log(2)) and found["mean abs"] == pytest.approx(np.log(2) / 3)
@@ -25,13 +31,11 @@ def test_differences_of_laws_are_those_of_their_definitions():
         ("--windows 1,a", "invalid int value"),
     ],
 )
-def test_options_that_make_no_sense_are_refused(capsys, words, said):
-    with pytest.raises(SystemExit) as ended:
-        quantize_report.main(words.split())
-    assert ended.value.code == 2 and said in capsys.readouterr().err
+def test_options_that_make_no_sense_are_refused(script, capsys, words, said):
+    assert said in scripts.refusal(script.main, words.split(), capsys)
 
 
-def test_models_and_prompts_that_cannot_be_compared_are_refused_in_one_line(tmp_path):
+def test_models_and_prompts_that_cannot_be_compared_are_refused_in_one_line(script, tmp_path):
     (tmp_path / "empty").write_text("\n\n")
     bare = "tests/data/tiny_models/llama3_rope_scaled"
     for words, said in (
@@ -39,14 +43,14 @@ def test_models_and_prompts_that_cannot_be_compared_are_refused_in_one_line(tmp_
         ("--model nowhere", "nowhere"), (f"--model {tiny.write_gguf(tmp_path / 'm.gguf')} --new-tokens 99999", "need"),
     ):  # fmt: skip
         with pytest.raises(SystemExit, match=said):
-            quantize_report.main([*words.split(), "--no-speed"])
+            script.main([*words.split(), "--no-speed"])
 
 
 @pytest.mark.full
-def test_a_report_of_a_tiny_model(tmp_path, capsys):
+def test_a_report_of_a_tiny_model(script, tmp_path, capsys):
     path = tiny.write_gguf(tmp_path / "m.gguf")
     (tmp_path / "prompts").write_text("ab a\nc a b")
     words = ["--model", str(path), "--prompts", str(tmp_path / "prompts"), "--new-tokens", "8", "--repeats", "1"]
-    quantize_report.main([*words, "--no-speed"])
+    script.main([*words, "--no-speed"])
     said = capsys.readouterr().out
     assert "int8 layers" in said and "KL mean" in said and "MiB of weights" in said

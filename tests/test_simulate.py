@@ -1,24 +1,20 @@
 """scripts/simulate.py: the numbers it prints and the figures it writes."""
 
-import importlib.util
 import struct
 import sys
 import zlib
-from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).resolve().parent.parent / "scripts" / "simulate.py"
+from tests import scripts
+
 FIGURES = ("tokens_per_pass.png", "speed_up.png", "rule.png")
 
 
 @pytest.fixture(scope="module")
 def simulate():
-    spec = importlib.util.spec_from_file_location("simulate", SCRIPT)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    with scripts.imported("simulate") as module:
+        yield module
 
 
 def pixels(png):

@@ -1,6 +1,5 @@
 """scripts/training_speed.py and scripts/draft_size.py: what they refuse, what they work out, tiny runs."""
 
-import importlib
 import json
 import sys
 from pathlib import Path
@@ -10,18 +9,14 @@ import pytest
 
 import specjax
 from specjax.train import draft_lm
-
-ROOT = Path(__file__).resolve().parent.parent
-TARGET = ROOT / "tests" / "data" / "tiny_models" / "llama3_rope_scaled"
+from tests.scripts import TINY, imported, refusal
 
 
 @pytest.fixture(scope="module")
 def scripts():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(ROOT / "scripts"))
-        yield {name: importlib.import_module(name) for name in ("training_speed", "draft_size")}
-    for name in ("training_speed", "draft_size", "script_tools", "distill_options"):
-        sys.modules.pop(name, None)
+    names = ("training_speed", "draft_size")
+    with imported(*names) as modules:
+        yield dict(zip(names, modules, strict=True))
 
 
 @pytest.mark.parametrize(
@@ -32,12 +27,12 @@ def scripts():
         ("training_speed", "--rows -1", "--rows must be 0 or more"),
         ("draft_size", "nowhere", "nowhere holds no draft model: train one"),
         ("draft_size", "nowhere --per-category 0", "holds no draft model"),
+        ("draft_size", "nowhere --json nowhere/a.json", "--json nowhere/a.json: there is no folder nowhere; make it"),
+        ("draft_size", "nowhere --plot .", "--plot . is a folder: name a file in it"),
     ],
 )
 def test_the_parsers_refuse(scripts, capsys, name, line, words):
-    with pytest.raises(SystemExit):
-        scripts[name].parse(line.split())
-    assert words in capsys.readouterr().err.splitlines()[-1]
+    assert words in refusal(scripts[name].parse, line.split(), capsys)
 
 
 def test_a_step_is_split_into_what_each_part_adds(scripts):
@@ -57,7 +52,7 @@ def test_a_size_that_does_not_pay_is_called_plain(scripts):
 
 @pytest.mark.full
 def test_training_speed_measures_a_tiny_target(scripts, capsys, monkeypatch):
-    line = f"training_speed.py --target {TARGET} --dtype float32 --student eagle3 --draft-vocab 40 --width 16 --rows 4"
+    line = f"training_speed.py --target {TINY} --dtype float32 --student eagle3 --draft-vocab 40 --width 16 --rows 4"
     monkeypatch.setattr(sys, "argv", [*line.split(), "--slots", "24", "--repeats", "1", "--batch", "2"])
     scripts["training_speed"].main()
     said = capsys.readouterr().out
@@ -66,7 +61,7 @@ def test_training_speed_measures_a_tiny_target(scripts, capsys, monkeypatch):
 
 @pytest.mark.full
 def test_draft_sizes_are_put_in_order(scripts, capsys, monkeypatch, tmp_path):
-    target = specjax.load(TARGET)
+    target = specjax.load(TINY)
     for layers in (4, 1):
         specjax.models.save(tmp_path / str(layers) / "drafter", draft_lm.prune(target, layers))
     prompts = tmp_path / "prompts.jsonl"
@@ -77,7 +72,7 @@ def test_draft_sizes_are_put_in_order(scripts, capsys, monkeypatch, tmp_path):
         (f"{name} {dtype}", width): time * slower for name, time in seconds.items()
         for dtype, slower in (("float32", 1), ("bfloat16", 2)) for width in (1, 2, 3, 5, 8)
     })  # fmt: skip
-    line = f"draft_size.py {tmp_path}/4 {tmp_path}/1 --target {TARGET} --prompts {prompts} --max-new-tokens 6"
+    line = f"draft_size.py {tmp_path}/4 {tmp_path}/1 --target {TINY} --prompts {prompts} --max-new-tokens 6"
     outputs = ["--json", f"{tmp_path}/a.json", "--plot", f"{tmp_path}/a.png"]
     monkeypatch.setattr(sys, "argv", [*line.split(), "--repeats", "0", *outputs])
     scripts["draft_size"].main()

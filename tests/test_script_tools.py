@@ -1,0 +1,63 @@
+"""scripts/script_tools.py: how every script ends."""
+
+import argparse
+from types import SimpleNamespace
+
+import pytest
+
+from tests import scripts
+
+
+@pytest.fixture(scope="module")
+def tools():
+    with scripts.imported("script_tools") as module:
+        yield module
+
+
+def ending(tools, error=None, status=None, kept=None, **options):
+    """The exit status or message of a script whose work ends so; None where it returns."""
+    def work(args):
+        if error is not None:
+            raise error
+        return status
+
+    try:
+        tools.run_script(work, argparse.Namespace(**options), kept)
+    except SystemExit as ended:
+        return ended.code
+    return None
+
+
+def test_a_script_ends_with_its_status(tools):
+    assert [ending(tools, status=status) for status in (None, 0, 1)] == [None, None, 1]
+
+
+def test_ctrl_c_is_said_and_where_the_rest_is_if_there_is_some(tools, capsys, tmp_path):
+    (tmp_path / "half.json").touch()
+    for kept, words in (
+        (None, "interrupted"), (tmp_path / "none.json", "interrupted"),
+        (tmp_path / "half.json", f"interrupted; what was measured is in {tmp_path / 'half.json'}"),
+    ):  # fmt: skip
+        assert ending(tools, KeyboardInterrupt(), kept=kept) == 130
+        assert capsys.readouterr().err.split("\n")[1:] == [words, ""]
+
+
+def test_what_cannot_be_done_is_one_line_and_a_fault_is_a_traceback(tools):
+    assert ending(tools, ValueError("no such thing")) == "ValueError: no such thing"
+    assert ending(tools, FileNotFoundError("gone")) == "FileNotFoundError: gone"
+    with pytest.raises(ZeroDivisionError):
+        ending(tools, ZeroDivisionError())
+
+
+@pytest.mark.parametrize("name", ["bench", "draft_size", "eval_drafter", "generate", "gpu_check", "training_speed"])
+def test_scripts_say_that_they_were_interrupted(name, monkeypatch, capsys):
+    def work(args):
+        raise KeyboardInterrupt
+
+    with scripts.imported(name, *(["bench_options"] if name == "bench" else [])) as found:
+        module, parser = found if name == "bench" else (found, found)
+        monkeypatch.setattr(parser, "parse", lambda **_: SimpleNamespace(json=None))
+        monkeypatch.setattr(module, "work", work)
+        with pytest.raises(SystemExit) as ended:
+            module.main()
+    assert ended.value.code == 130 and capsys.readouterr().err == "\ninterrupted\n"
