@@ -39,7 +39,7 @@ from specjax.drafters.recycling_files import RecyclingConfig
 from specjax.models import orbax
 from specjax.models.config import from_json
 from specjax.models.huggingface import read_json
-from specjax.models.identity import fingerprint
+from specjax.models.identity import equal, fingerprint
 from specjax.models.language_model import LanguageModel, checked
 from specjax.models.llama_params import weight_dtype
 from specjax.static import show, whole
@@ -268,10 +268,9 @@ def _borrowed(config: Any) -> tuple[str, ...]:
 def _shared(params: PyTree, target: LanguageModel) -> PyTree:
     """Without an embedding that is the target's bit for bit: the target's own is used, and not kept twice."""
     ours, theirs = params.get("embedding"), target.params.get("embedding") if isinstance(target.params, dict) else None
-    if ours is None or theirs is None or ours.shape != theirs.shape:
+    if ours is None or theirs is None or not equal(theirs.astype(ours.dtype), np.asarray(ours)):
         return params
-    same = np.array_equal(np.asarray(ours), np.asarray(theirs.astype(ours.dtype)))
-    return {name: leaf for name, leaf in params.items() if name != "embedding"} if same else params
+    return {name: leaf for name, leaf in params.items() if name != "embedding"}
 
 
 # --- ours

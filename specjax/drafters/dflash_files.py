@@ -27,6 +27,7 @@ from specjax.drafters.dflash import DFlashConfig
 from specjax.drafters.tensors import check_names, write_file
 from specjax.models import llama_params
 from specjax.models.huggingface import SafetensorsFiles, parse_config, read_json, settings_of
+from specjax.models.identity import equal
 from specjax.models.language_model import LanguageModel
 from specjax.models.llama_params import weight_dtype
 from specjax.static import show
@@ -195,12 +196,12 @@ def _check_copy(
     if target is None:
         raise ValueError(f"{source} has {name}, a copy of the target's: give target= so that it can be compared")
     theirs = {"embed_tokens.weight": target.params["embedding"], "verifier_norm.weight": target.params["final_norm"]}
-    own = np.asarray(theirs[name] if name in theirs else parallel.projection(target)).T
-    own = own if ids is None or own.ndim < 2 or name == "embed_tokens.weight" else own[ids]
-    if own.shape != array.shape or not np.array_equal(array.astype(own.dtype), own):
+    own = theirs[name] if name in theirs else parallel.projection(target)
+    own = own if ids is None or own.ndim < 2 or name == "embed_tokens.weight" else own[:, ids]
+    if not equal(own, array.T.astype(own.dtype)):
         raise ValueError(
-            f"{source}: {name} {array.shape} is not the target's {own.shape}: the drafter was made for another target, "
-            "or has weights of its own there, which is not supported"
+            f"{source}: {name} {array.shape} is not the target's {own.shape[::-1]}: the drafter was made for another "
+            "target, or has weights of its own there, which is not supported"
         )
 
 

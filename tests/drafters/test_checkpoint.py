@@ -17,6 +17,7 @@ from flax import nnx
 from safetensors.numpy import load_file, save_file
 
 import specjax
+from specjax import sharding
 from specjax.drafters import eagle_files, recurrent
 from specjax.drafters.checkpoint import FORMATS, MANIFEST, load_drafter, read, save_drafter
 from specjax.drafters.dflash import DFlashConfig
@@ -119,6 +120,19 @@ def test_an_embedding_that_is_the_target_s_is_not_kept_twice():
     drafter = load_drafter(SOURCE, lm, tree=specjax.tree.Dynamic(6, 3, 3))
     assert drafter.params["weights"]["embedding"] is lm.params["embedding"]
     assert drafter.feature_layers == (0, 1, 3) and drafter.vocab_size == 320 and drafter.num_draft_tokens == 6
+
+
+def test_an_embedding_in_parts_is_compared_in_every_part(tmp_path):
+    """Case 145: a single number in the first or the last shard of the vocabulary decides for all of them."""
+    lm = sharding.place(sharding.make_mesh(2, 2), target())
+    assert {shard.data.shape for shard in lm.params["embedding"].addressable_shards} == {(64, 160)}
+    assert load_drafter(SOURCE, lm).params["weights"]["embedding"] is lm.params["embedding"]
+    config, params = read(SOURCE)
+    for column in (0, 319):
+        other = params | {"embedding": params["embedding"].at[63, column].add(1)}
+        save_drafter(tmp_path / "x", config, other, format="orbax", overwrite=True)
+        kept = load_drafter(tmp_path / "x", lm).params["weights"]["embedding"]
+        np.testing.assert_array_equal(kept, other["embedding"])
 
 
 @pytest.mark.full

@@ -16,6 +16,7 @@ import pytest
 from flax import nnx
 from safetensors.numpy import load_file, save_file
 
+from specjax import sharding
 from specjax.drafters import checkpoint
 from specjax.drafters.dflash import DFlashConfig, fresh_params
 from specjax.drafters.dflash_files import read_dflash, write_dflash
@@ -242,6 +243,11 @@ def test_copies_of_the_targets_weights_are_compared(folder):
     with pytest.raises(ValueError, match=r"a copy of the target's: give target="):
         read_dflash(folder)
     assert "head" not in read_dflash(folder, target=lm)[1]
+    placed = sharding.place_params(sharding.make_mesh(1, 8), lm.params)  # case 145: in parts, and compared whole
+    assert "head" not in read_dflash(folder, target=lm._replace(params=placed))[1]
+    with pytest.raises(ValueError, match=r"lm_head.weight .* is not the target's"):
+        last = own + (np.arange(len(own)) == 319)[:, None]
+        read_dflash(changed(folder, {"lm_head.weight": last}), target=lm._replace(params=placed))
     with pytest.raises(ValueError, match=r"lm_head.weight \(320, 64\) is not the target's \(320, 64\)"):
         read_dflash(changed(folder, {"lm_head.weight": own + 1}), target=lm)
 
