@@ -130,7 +130,7 @@ def place_params(mesh: Mesh, params: PyTree, rules: Rules = RULES) -> PyTree:
     """
     check(mesh)
     return jax.tree_util.tree_map_with_path(
-        lambda path, leaf: jax.device_put(leaf, weight_sharding(mesh, path, np.shape(leaf), rules)), params
+        lambda path, leaf: put(leaf, weight_sharding(mesh, path, np.shape(leaf), rules)), params
     )
 
 
@@ -184,9 +184,18 @@ def spread(mesh: Mesh | None, tree: PyTree) -> PyTree:
     def copy(leaf):
         sharding = getattr(leaf, "sharding", None)
         there = isinstance(sharding, NamedSharding) and sharding.mesh == mesh
-        return leaf if there else jax.device_put(leaf, everywhere)
+        return leaf if there else put(leaf, everywhere)
 
     return jax.tree.map(copy, tree)
+
+
+def put(x: Any, where: NamedSharding) -> Array:
+    """x on the devices of a mesh. Of several processes, which all have the same x, each gives the parts of its own
+    devices; `jax.device_put` would send the whole of it around and compare it."""
+    if jax.process_count() == 1 or not getattr(x, "is_fully_addressable", True):
+        return jax.device_put(x, where)
+    array = np.asarray(x)
+    return jax.make_array_from_callback(array.shape, where, lambda index: array[index])
 
 
 def settled(layout: Layout | None, state: Any) -> Any:

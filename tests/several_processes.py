@@ -1,9 +1,9 @@
-"""What `test_several_processes` runs, in one process or in each of several: text, a training run, a corpus.
+"""What `test_several_processes` runs, in one process or in each of several: an evaluation by script, text, a training
+run, a corpus.
 
     python -m tests.several_processes DIRECTORY    (with the variables of scripts/devices.py for several)
 """
 
-import argparse
 import json
 import pathlib
 import sys
@@ -11,7 +11,20 @@ import sys
 import jax
 import numpy as np
 
-from scripts import devices
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+DATA = ROOT / "tests" / "data"
+TARGET, HEAD = DATA / "tiny_models" / "llama_tied_sharded", DATA / "tiny_drafters" / "eagle3_llama_tied"
+
+
+def evaluate(directory):
+    """`scripts/eval_drafter.py`, which joins the processes: nothing that computes comes before. The head brings a copy
+    of the target's embedding, which lies in parts."""
+    sys.path.insert(0, str(ROOT / "scripts"))
+    import eval_drafter
+
+    line = f"- {directory / 'prompts.jsonl'} --model {TARGET} --drafter {HEAD} --mesh 2,2 --batch 2 --max-new-tokens 6"
+    sys.argv = [*line.split(), "--json", str(directory / "worth.json")]
+    eval_drafter.main()
 
 
 def text(there):
@@ -30,12 +43,23 @@ def text(there):
     }
 
 
+def compared(there):
+    """What each process says of copies of a weight of which it holds one half."""
+    from specjax import processes, sharding
+    from specjax.models.identity import equal
+
+    own = np.arange(64, dtype=np.float32).reshape(8, 8)
+    embedding = sharding.place_params(there, {"embedding": own})["embedding"]
+    assert sorted({shard.data.shape for shard in embedding.addressable_shards}) == [(8, 2)]
+    return [processes.each(int(equal(embedding, copy))) for copy in (own, own + (own == 7), own + (own == 0))]
+
+
 def work(directory):
     from specjax.train import mesh, trainer
     from tests.train_toy import GIVEN, LOSS, RUN, batches, weights
 
     there = mesh.make_mesh(2, 2)
-    found = text(there)
+    found = text(there) | {"equal": compared(mesh.make_mesh(1, 4))}
     run = RUN._replace(steps=4, save_every=2, log_every=2, eval_every=0)
     made = trainer.fit(
         LOSS, weights(), batches, run, given=GIVEN, directory=directory / "run", mesh=there, progress=False,
@@ -48,8 +72,8 @@ def work(directory):
 
 def main():
     directory = pathlib.Path(sys.argv[1])
-    devices.start(argparse.Namespace(multihost=False))
-    found = work(directory)  # nothing that computes is imported before
+    evaluate(directory)
+    found = work(directory)
     from specjax.models.load import load
     from specjax.train import data, sources
 

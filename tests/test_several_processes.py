@@ -21,14 +21,17 @@ def run(directory, count):
     directory.mkdir()
     weights = {name: 0.3 * array for name, array in tiny.tensors().items()}
     tiny.write_gguf(directory / "m.gguf", tiny.gguf_tensors(weights), **{"tokenizer.chat_template": TEMPLATE})
+    lines = [{"prompt": [row, 9, row], "category": ["even", "odd"][row % 2]} for row in range(3)]
+    (directory / "prompts.jsonl").write_text("\n".join(map(json.dumps, lines)))
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     started = []
     for number in range(count):
         env = os.environ | {
-            "JAX_PLATFORMS": "cpu", "XLA_FLAGS": f"--xla_force_host_platform_device_count={4 // count}",
-            "PYTHONPATH": str(ROOT), "JAX_COMPILATION_CACHE_DIR": str(ROOT / ".cache" / "jax"),
+            "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT), "SPECJAX_CACHE": str(ROOT / ".cache"),
+            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.3",
+            "XLA_FLAGS": f"--xla_force_host_platform_device_count={4 // count} --xla_backend_optimization_level=0",
         }  # fmt: skip
         if count > 1:
             env |= {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}", "JAX_NUM_PROCESSES": str(count),
@@ -48,9 +51,13 @@ def run(directory, count):
 
 @pytest.mark.full
 def test_two_processes_say_learn_and_write_what_one_does(tmp_path):
-    """Cases 139 and 141: text greedy and sampled, and in slots; losses and weights of a run with
-    checkpoints; the shards of a corpus, of which each process has written its own."""
+    """Cases 139, 141 and 145: what `scripts/eval_drafter.py` measures; whether a weight in parts is equal to a copy;
+    text greedy and sampled, and in slots; losses and weights of a run with checkpoints; the shards of a corpus, of
+    which each process has written its own."""
     (one, _), (two, said) = (run(tmp_path / str(count), count) for count in (1, 2))
+    assert one["equal"] == [[1], [0], [0]] and two["equal"] == [[1, 1], [0, 0], [0, 0]]
+    worth = [json.loads((tmp_path / count / "worth.json").read_text()) for count in ("1", "2")]
+    assert worth[0]["results"] == worth[1]["results"] and worth[1]["prompts"] == 3
     for name in ("greedy", "slots", "match"):
         assert one[name] == two[name], name
     for name in ("loss", "w"):

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from specjax.sharding import AXES, check, make_mesh, spread
+from specjax.sharding import AXES, check, make_mesh, put, spread
 from specjax.sharding import place_params as place_target
 
 __all__ = ["AXES", "check", "make_mesh", "place_target", "share", "spread"]
@@ -30,4 +30,7 @@ def share(mesh: Mesh | None, batch: Any, parts: int = 1) -> Any:
                 f"a batch has leaves of shape {shape}: the first axis must be a multiple of accumulate={parts}"
                 + (f" times {devices} devices along data" if mesh is not None else "")
             )
-    return batch if mesh is None else jax.device_put(batch, NamedSharding(mesh, PartitionSpec("data")))
+    if mesh is None:
+        return batch
+    rows = NamedSharding(mesh, PartitionSpec("data"))
+    return jax.tree.map(lambda leaf: put(leaf, rows), batch)

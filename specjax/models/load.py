@@ -11,7 +11,6 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, Protocol
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -20,7 +19,7 @@ from specjax.models.config import LlamaConfig
 from specjax.models.gguf import GGUFFile
 from specjax.models.gguf_config import config_of
 from specjax.models.language_model import LanguageModel
-from specjax.sharding import check, on_mesh, place, refuse, weight_sharding
+from specjax.sharding import check, on_mesh, place, put, refuse, weight_sharding
 from specjax.static import show
 from specjax.types import Model, PyTree
 
@@ -146,12 +145,12 @@ def _placed(tensors: TensorSource, config: LlamaConfig, source: str, how: _How) 
     if how.mesh is not None:
         refuse(how.mesh, config)
 
-    def put(path, weight):
-        return jax.device_put(weight, weight_sharding(how.mesh, path, weight.shape))
+    def lay(path, weight):
+        return put(weight, weight_sharding(how.mesh, path, weight.shape))
 
     params = strict_params(
         tensors, config, source=source, dtype=how.dtype, scan_layers=how.scan_layers,
-        put=None if how.mesh is None else put, progress=how.progress,
+        put=None if how.mesh is None else lay, progress=how.progress,
     )  # fmt: skip
     return model if how.mesh is None else on_mesh(how.mesh, model), params
 
