@@ -100,9 +100,9 @@ def head_config(kind: str, config: LlamaConfig) -> Any:
 
 
 def head_params(mesh: Mesh, kind: str, made: Any) -> Any:
-    """A head's weights, whole on every chip, as `specjax.sharding.place_drafter` puts them."""
+    """A head's weights, where `specjax.sharding.place_drafter` puts them."""
     shapes = (dflash_params if kind == "dflash" else eagle_params)(made, jnp.bfloat16)
-    return placed(mesh, {name: leaf for name, leaf in shapes.items() if name != "embedding"}, ())
+    return placed(mesh, {name: leaf for name, leaf in shapes.items() if name != "embedding"})
 
 
 def drafter_of(mesh: Mesh, kind: str, lm: LanguageModel, k: int, tree: Any = None) -> Any:
@@ -125,7 +125,16 @@ def drafter_of(mesh: Mesh, kind: str, lm: LanguageModel, k: int, tree: Any = Non
         everywhere = NamedSharding(mesh, sharding.spec(mesh, (), x.shape))
         return x if isinstance(x, jax.ShapeDtypeStruct) else jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=everywhere)
 
-    return drafter._replace(params=jax.tree.map(shape, drafter.params))
+    params = jax.tree.map(shape, drafter.params)
+    return sharding.place_drafter(mesh, drafter._replace(params=()))._replace(params=params)
+
+
+class Shapes(sharding.Layout):
+    """Says where shapes lie, as a layout says it of arrays."""
+
+    def bound(self, axes: tuple[str, ...], x: Any) -> Any:
+        own = NamedSharding(self.mesh, sharding.spec(self.mesh, axes, x.shape, self.rules))
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=own)
 
 
 class Programs:
@@ -150,23 +159,12 @@ class Programs:
         self.text, self.keys, self.sampling, self.limits = self.rows(jax.eval_shape(arguments))
 
     def rows(self, tree: Any) -> Any:
-        """Shapes with their rows shared out, if their first axis counts them."""
-        def put(x):
-            axes = ("batch", *("slots",) * (x.ndim - 1)) if x.ndim and x.shape[0] == self.batch else ()
-            own = NamedSharding(self.mesh, sharding.spec(self.mesh, axes, x.shape))
-            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=own)
-
-        return jax.tree.map(put, tree)
+        """Shapes with their rows shared out."""
+        return sharding.by_rows(Shapes(self.mesh, sharding.RULES), tree, self.batch)
 
     def state(self, shapes: Any) -> Any:
-        """A decoding state where `specjax.sharding` says."""
-        def put(x):
-            axes = sharding.CACHE if x.ndim > 1 else ("batch",)
-            own = NamedSharding(self.mesh, sharding.spec(self.mesh, axes, x.shape))
-            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=own)
-
-        cache = jax.tree.map(put, shapes.cache)
-        return self.rows(shapes._replace(cache=()))._replace(cache=cache)
+        """A decoding state where rounds leave it."""
+        return sharding.settled(Shapes(self.mesh, sharding.RULES), shapes)
 
     def started(self) -> Any:
         start = functools.partial(loop.start, self.program.prefill(), chunk=self.chunk)

@@ -3,7 +3,8 @@
 One table, in three parts: `WEIGHTS` names the axes of a Llama's matrices, `CACHE`, `TOKENS`, `LOGITS` and `FEATURES`
 those of what a pass reads and writes, and `Rules` says which axis of the mesh each of them is shared out over. `place`
 puts a language model on a mesh; `generate`, `stream`, `round` and `Engine` then take it as any other, and `jit` does
-the rest. A lookup drafter needs nothing; heads and draft models may be copied to every device (`place_drafter`).
+the rest. `load_drafter` puts heads and draft models where their target lies, by the same table; `place_drafter` does it
+for one that was made otherwise. A lookup needs nothing.
 
 An axis is shared out only where the mesh divides it: a vocabulary or a number of key heads that it does not divide is
 kept whole on every device. What would leave nothing to share is refused.
@@ -18,7 +19,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from specjax.static import bind, show, whole
+from specjax.static import Bound, bind, show, whole
 from specjax.types import Array, Drafter, KVCache, Model, ModelOutput, PyTree
 
 AXES = ("data", "model")
@@ -32,6 +33,7 @@ class Rules(NamedTuple):
     kv_heads: str | None = "model"  # of the cache
     ffn: str | None = "model"
     vocab: str | None = "model"
+    fused: str | None = "model"  # what the first matrix of a head reads
     hidden: str | None = None
     features: str | None = None
     window: str | None = None
@@ -65,6 +67,7 @@ WEIGHTS = {
     "embedding": ("hidden", "vocab"), "head": ("hidden", "vocab"),
     "qkv": ("hidden", "heads"), "o": ("heads", "hidden"),
     "gate_up": ("hidden", "ffn"), "down": ("ffn", "hidden"),
+    "fc": ("fused", "hidden"), "projection": ("hidden", "vocab"),  # of heads
     "qkv_scale": ("heads",), "o_scale": ("hidden",), "gate_up_scale": ("ffn",), "down_scale": ("hidden",),  # of int8
 }  # fmt: skip
 CACHE = ("batch", "kv_heads", "slots", "head_dim")
@@ -169,10 +172,30 @@ def on_mesh(mesh: Mesh, model: Model, rules: Rules = RULES) -> Model:
     return model._replace(init_cache=init_cache, apply=apply, layout=layout)
 
 
-def place_drafter(mesh: Mesh, drafter: Drafter) -> Drafter:
-    """A drafter whose weights lie on every device; those that are on the mesh already, such as a target's, stay."""
+def place_drafter(mesh: Mesh, drafter: Drafter, rules: Rules = RULES) -> Drafter:
+    """A drafter on a mesh: matrices by the table, all else whole on every device; what is there in parts already, such
+    as a target's embedding, stays. `load_drafter` does it for a target on a mesh."""
     check(mesh)
-    return drafter._replace(params=spread(mesh, drafter.params))
+    layout = Layout(mesh, rules)
+
+    def put(path, leaf):
+        own = getattr(leaf, "sharding", None)
+        there = isinstance(own, NamedSharding) and own.mesh == mesh and not own.is_fully_replicated
+        return leaf if there else jax.device_put(leaf, weight_sharding(mesh, path, np.shape(leaf), rules))
+
+    params = jax.tree_util.tree_map_with_path(put, drafter.params)
+    functions = (drafter.init, drafter.observe, drafter.draft)
+    init, observe, draft = (fn if _placed(fn, layout) else bind(_within, layout, fn) for fn in functions)
+    return drafter._replace(params=params, init=init, observe=observe, draft=draft)
+
+
+def _placed(fn: Any, layout: Layout) -> bool:
+    return isinstance(fn, Bound) and fn.fn is _within and fn.args[0] == layout
+
+
+def _within(layout: Layout, fn: Any, *args: Any, **kwargs: Any) -> Any:
+    with _active(layout):
+        return fn(*args, **kwargs)
 
 
 def spread(mesh: Mesh | None, tree: PyTree) -> PyTree:
@@ -199,9 +222,8 @@ def put(x: Any, where: NamedSharding) -> Array:
 
 
 def settled(layout: Layout | None, state: Any) -> Any:
-    """What a round leaves, told where it lies: the target's cache as the model has it, the pace on every device, all
-    else by rows. A state then lies as it did before, whatever the compiler would choose, and the next round is the
-    same program.
+    """What a round leaves, told where it lies: see `by_rows`; the pace on every device. A state then lies as
+    it did before, whatever the compiler would choose, and the next round is the same program.
 
     Args:
       layout: None changes nothing.
@@ -209,20 +231,25 @@ def settled(layout: Layout | None, state: Any) -> Any:
     """
     if layout is None:
         return state
-    rest = by_rows(layout, state._replace(cache=None, pace=()), state.text.lengths.shape[0])
-    pace = jax.tree.map(lambda x: layout.bound(("window",) * x.ndim, x), state.pace)
-    return rest._replace(cache=layout.cache(state.cache), pace=pace)
+    rest = by_rows(layout, state._replace(pace=()), state.text.lengths.shape[0])
+    return rest._replace(pace=jax.tree.map(lambda x: layout.bound(("window",) * x.ndim, x), state.pace))
 
 
 def by_rows(layout: Layout, tree: PyTree, batch: int) -> PyTree:
-    """Arrays whose first or second axis counts the ``batch`` rows, told that these are shared out and nothing else."""
-    def bound(x):
+    """Told what is shared out: rows and key heads of caches, rows and vocabulary of ``logits``, and of arrays whose
+    first or second axis counts the ``batch`` rows these alone."""
+
+    def bound(path, x):
+        if isinstance(x, KVCache):
+            return layout.cache(x)
+        if x.ndim == 2 and getattr(path[-1], "name", "") == "logits":
+            return layout.bound(COUNTS, x)
         axis = x.shape[:2].index(batch) if batch in x.shape[:2] else x.ndim
         names = ["window"] * x.ndim
         names[axis : axis + 1] = ["batch"] * (axis < x.ndim)
         return layout.bound(tuple(names), x)
 
-    return jax.tree.map(bound, tree)
+    return jax.tree_util.tree_map_with_path(bound, tree, is_leaf=lambda x: isinstance(x, KVCache))
 
 
 def on(layout: Layout | None):

@@ -21,7 +21,7 @@ LAYERS = {  # module: the modules of specjax it may import
         "types", "static", "rows", "sharding", "noise", "tree", "warp", "cache", "proposal", "accept", "stats"
     },
 }
-DRAFTERS = {"types", "static", "noise", "warp", "tree", "cache", "models", "drafters"}
+DRAFTERS = {"types", "static", "sharding", "noise", "warp", "tree", "cache", "models", "drafters"}
 ABOVE = {"__init__.py"}  # besides scripts, only the front page may import generate
 
 

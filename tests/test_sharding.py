@@ -12,6 +12,9 @@ from jax.sharding import PartitionSpec
 
 import specjax
 from specjax import LanguageModel, drafters, loop, request, sharding, slots
+from specjax.drafters import DFlashConfig, EagleConfig
+from specjax.drafters.dflash import fresh_params as dflash_params
+from specjax.drafters.eagle import fresh_params as eagle_params
 from specjax.models import llama
 from specjax.models.config import LlamaConfig
 from specjax.models.nnx import from_nnx
@@ -110,11 +113,53 @@ def test_what_a_mesh_does_not_divide_is_whole_or_refused_with_the_numbers():
         specjax.load("smollm2-135m-instruct", mesh="x")
 
 
-def test_a_drafters_weights_lie_on_every_device_and_a_targets_stay():
+def head_of(kind: str):
+    """Configuration and weights of a head for `alone`."""
+    sizes, make = dataclasses.replace(CONFIG, num_layers=1), {"eagle": EagleConfig, "dflash": DFlashConfig}[kind]
+    config = make(sizes, (0, 2), draft_vocab_size=512, **({"mask_token_id": 0} if kind == "dflash" else {}))
+    params = {"eagle": eagle_params, "dflash": dflash_params}[kind](config, rngs=nnx.Rngs(5))
+    return config, {**params, "ids": np.arange(0, V, 4, dtype=np.int32)}
+
+
+@pytest.mark.parametrize("kind", ["eagle", pytest.param("dflash", marks=pytest.mark.full)])
+def test_a_loaded_head_lies_in_parts_where_its_target_does_and_the_text_is_the_same(tmp_path, kind):
+    specjax.save_drafter(tmp_path / "head", *head_of(kind))
     mesh = sharding.make_mesh(2, 4)
     lm = sharding.place(mesh, alone())
-    drafter = drafters.model(alone(), lm, 2)
-    assert all(x.is_fully_replicated for x in jax.tree.leaves(sharding.place_drafter(mesh, drafter).params))
+    drafter = specjax.load_drafter(tmp_path / "head", target=lm, num_draft_tokens=DRAFTS)
+    weights = drafter.params["weights"] if kind == "eagle" else drafter.params.net
+    layer = weights["layers"][0]
+    assert parts(weights["fc"]) == {(16, 32)} and parts(weights["head"]) == {(32, 128)}
+    assert parts(layer["qkv"]) == {(64 if kind == "eagle" else 32, 16)} and parts(layer["o"]) == {(8, 32)}
+    assert parts(layer["gate_up"]) == {(32, 32)} and parts(layer["down"]) == {(16, 32)}
+    if kind == "eagle":
+        assert weights["embedding"] is lm.params["embedding"]
+    assert sharding.place_drafter(mesh, drafter) == drafter  # once is enough
+
+    made = request.make(lm, PROMPTS, **{**options(), "drafter": drafter})
+    state = loop.start(made.program.prefill(), made.weights, made.text, made.keys, made.limits, chunk=8)
+    own = state.drafter.caches[0] if kind == "eagle" else state.drafter
+    assert parts(own.k[0]) == {(4, 1, own.k[0].shape[2], 4)}
+    assert kind != "eagle" or parts(state.drafter.logits) == {(4, 128)}
+    compiled = loop.decode.lower(made.program, made.weights, state, made.sampling, made.limits).compile()
+    found = collectives(compiled.as_text())
+    # At most one draft law of each row, which lies across the shards of the vocabulary; a cache is twice as large.
+    assert found and all(size <= 4 * 512 for _, size in found)
+    ended = compiled(made.weights, state, made.sampling, made.limits)[0].text
+    start = len(PROMPTS[0])
+    assert np.asarray(ended.tokens)[:, start : start + BUDGET].tolist() == text()
+
+
+def test_a_draft_model_lies_in_parts_and_what_is_there_already_stays(tmp_path):
+    mesh = sharding.make_mesh(2, 4)
+    lm = sharding.place(mesh, alone())
+    small = write_directory(tmp_path / "small")
+    for drafter in (
+        sharding.place_drafter(mesh, drafters.model(alone(), lm, 2)),
+        drafters.model(specjax.load(small, mesh=mesh), specjax.load(small, mesh=mesh), 2),
+    ):
+        assert not drafter.params["layers"][0]["down"].is_fully_replicated
+        assert drafter.params["final_norm"].is_fully_replicated
     own = drafters.model(lm, lm, 2)
     kept = sharding.place_drafter(mesh, own).params
     assert all(a is b for a, b in zip(jax.tree.leaves(kept), jax.tree.leaves(own.params), strict=True))

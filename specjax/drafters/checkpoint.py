@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
+from specjax import sharding
 from specjax.drafters import dflash_files, eagle_files, medusa_files, mtp_files, parallel, recycling_files, shipped
 from specjax.drafters.dflash import DFlashConfig, dflash
 from specjax.drafters.dflash import abstract_params as dflash_params
@@ -87,7 +88,8 @@ def load_drafter(
     feature_layers: tuple[int, ...] | None = None, any_target: bool = False, **options: Any,
 ) -> Drafter:  # fmt: skip
     """A drafter from a directory with a trained head, looked-up laws, or a draft model that `specjax.models.save`
-    wrote; see the module's docstring for what is recognised.
+    wrote; see the module's docstring for what is recognised. For a target on a mesh it lies there in parts too, see
+    `specjax.sharding.place_drafter`.
 
     Args:
       path: the directory; that of a training run, ``scripts/distill_draft.py --out``; or the name of a model that
@@ -106,6 +108,13 @@ def load_drafter(
     target, path = checked("target", target), _located(path)
     if not any_target:
         _check_target(path, target)
+    drafter, layout = _loaded(path, target, dtype, feature_layers, options), target.model.layout
+    return drafter if layout is None else sharding.place_drafter(layout.mesh, drafter, layout.rules)
+
+
+def _loaded(
+    path: pathlib.Path, target: LanguageModel, dtype: Any, feature_layers: tuple[int, ...] | None, options: dict
+) -> Drafter:
     if recycling_files.recognises(path) or (path / orbax.MANIFEST).exists():
         if feature_layers is not None:
             raise ValueError(f"feature_layers={show(feature_layers)}: {path} holds no head, it reads none")
