@@ -27,7 +27,7 @@ import bench_report
 import bench_runs
 import bench_stats
 import draft_sources
-from script_tools import keep_programs, machine, progress, run_script, write
+from script_tools import check_lengths, keep_programs, machine, progress, run_script, write
 
 TURNS = 9  # of parts of a round, at least, per cell
 
@@ -215,7 +215,7 @@ def work(args: argparse.Namespace) -> int:
     chosen = [] if args.passes else prompts(args)
     for name in args.drafter:
         if name != "chain":
-            draft_sources.sources(name, args.model)  # before a model is loaded
+            draft_sources.sources(name, args.model, more=("chain",))  # before a model is loaded
     keep_programs()
     progress(f"loading {args.model}", line=True)
     models = {dtype: specjax.load(args.model, dtype=dtype) for dtype in bench_options.DTYPES}
@@ -235,6 +235,8 @@ def work(args: argparse.Namespace) -> int:
 
             peer = stack.enter_context(bench_peer.started(args, models["float32"]))
             every += bench_peer.ways(peer, args, how)
+        drafters = [way.drafter for way in every if way.drafter is not None]
+        check_lengths(texts, args.max_new_tokens, models["float32"].model, *drafters)
         total = sum(-(-len(texts) // batch) for batch in dict.fromkeys(args.batch)) * len(args.temperature)
         bar = stack.enter_context(progress_bar(total))
         try:

@@ -20,9 +20,12 @@ def add_arguments(group) -> None:
 def refusals(args: argparse.Namespace) -> list[tuple[bool, str]]:
     """Options that do not work, with what to say."""
     job = [name for name in JOB if name in os.environ]
+    odd = [name for name in JOB[1:] if not os.environ.get(name, "0").isdecimal()]
+    remedy = "for one of several processes, or none to run alone"
     return [
         (bool(args.mesh) and not _pair(args.mesh), f"--mesh {args.mesh}: give two numbers as in 8,1"),
-        (0 < len(job) < len(JOB), f"of {', '.join(JOB)} only {', '.join(job)} is set: set all, or none"),
+        (0 < len(job) < len(JOB), f"the environment has {', '.join(job)} of {', '.join(JOB)}: set all {remedy}"),
+        *((True, f"the environment has {name}={os.environ[name]}: set a whole number {remedy}") for name in odd),
     ]
 
 
@@ -44,7 +47,10 @@ def start(args: argparse.Namespace) -> None:
         else:
             jax.distributed.initialize()
     except (RuntimeError, ValueError) as error:
-        raise ValueError(f"--multihost: the processes of this job were not found ({error})") from error
+        how = f"{', '.join(JOB)} of the environment" if by_hand else "--multihost"
+        raise ValueError(
+            f"{how}: the processes of this job were not found ({error}); leave it out to run alone"
+        ) from error
     if jax.process_index():
         sys.stdout = sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115, for the rest of the program
         sys.excepthook = _excepthook
@@ -66,5 +72,8 @@ def mesh(args: argparse.Namespace):
     made = sharding.make_mesh(*map(int, args.mesh.split(","))) if args.mesh else None
     count = jax.device_count()
     if jax.process_count() > 1 and (made is None or made.size != count):
-        raise ValueError(f"--mesh {args.mesh}: {jax.process_count()} processes have {count} devices: use all of them")
+        given = f"--mesh {args.mesh}" if args.mesh else "--mesh is missing"
+        raise ValueError(
+            f"{given}: {jax.process_count()} processes have {count} devices, give all of them, as in --mesh {count},1"
+        )
     return made

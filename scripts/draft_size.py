@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from script_tools import figure_class, keep_programs, lost, machine, progress, run_script, write
+from script_tools import check_lengths, figure_class, keep_programs, lost, machine, progress, run_script, write
 
 WINDOWS = (1, 2, 3, 5, 8)  # widths that are timed; K is one less
 CAPACITY, LENGTH, STEPS = 512, 200, 4
@@ -180,7 +180,7 @@ def draw(path: pathlib.Path, sizes: list[Size]) -> None:
 
 def work(args: argparse.Namespace) -> None:
     import specjax
-    from specjax.train.evaluate import Prompt, read_prompts
+    from specjax.train.evaluate import Prompt, encode, read_prompts
 
     if args.plot:
         figure_class("--plot")  # is it installed? Better now than at the end.
@@ -192,6 +192,7 @@ def work(args: argparse.Namespace) -> None:
         prompts = [Prompt(text) for text in HELD_OUT]
     keep_programs()
     target, other = (specjax.load(args.target, dtype=dtype) for dtype in ("float32", "bfloat16"))
+    check_lengths([encode(target, prompt) for prompt in prompts], args.max_new_tokens, target.model)
     sizes = measure(args, target, other, prompts)
     print(f"{args.target}, {len(prompts)} prompts, {args.max_new_tokens} new tokens, batch 1; {machine()}\n")
     print(table(sizes))

@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import pathlib
+from collections.abc import Sequence
 from typing import NamedTuple
 
 HEADS = ("eagle", "medusa", "mtp", "dflash")
@@ -21,9 +22,9 @@ class Source(NamedTuple):
     path: str = ""  # of what is stored
 
 
-def choose(name: str, model: str = "") -> Source:
+def choose(name: str, model: str = "", offered: Sequence[str] = SOURCES) -> Source:
     """What ``--drafter`` means: a source, a directory, the name of a model that a drafter is shipped for; or "auto",
-    what is shipped for ``model``, else ngram.
+    what is shipped for ``model``, else ngram. ``offered`` are the sources that a message names.
 
     Raises:
       ValueError: none of them.
@@ -43,7 +44,7 @@ def choose(name: str, model: str = "") -> Source:
     what = "a file, not the directory of a drafter" if path.is_file() else "no draft source and no directory"
     raise ValueError(
         f"--drafter {name} is {what}: give a directory of scripts/distill_draft.py or specjax.save_drafter, one of "
-        f"{', '.join(SOURCES)}, or a model that a drafter is shipped for ({', '.join(shipped.names()) or 'none yet'})"
+        f"{', '.join(offered)}, or a model that a drafter is shipped for ({', '.join(shipped.names()) or 'none yet'})"
     )
 
 
@@ -171,17 +172,18 @@ def stored(source: Source, lm, *, tree=None, coupled: bool = False, **number):
         raise ValueError(f"--{' and --'.join(form)}: not for what {source.path} holds ({error})") from None
 
 
-def sources(name: str, model: str) -> list[Source]:
-    """The parts of a drafter.
+def sources(name: str, model: str, more: Sequence[str] = ()) -> list[Source]:
+    """The parts of a drafter; messages name ``more`` besides.
 
     Raises:
       ValueError: one that is nothing, or needs more than a name.
     """
     whole = pathlib.Path(name).expanduser().is_dir()
-    found = [choose(part, model) for part in ([name] if whole else name.split("+"))]
+    offered = (*NAMED, *more)
+    found = [choose(part, model, offered) for part in ([name] if whole else name.split("+"))]
     for source in found:
         if source.kind not in (*NAMED, STORED):
-            raise ValueError(f"--drafter {source.kind}: give one of {', '.join(NAMED)}, or a drafter's directory")
+            raise ValueError(f"--drafter {source.kind}: give one of {', '.join(offered)}, or a drafter's directory")
     return found
 
 

@@ -25,7 +25,7 @@ import sys
 import devices
 import draft_sources
 from draft_sources import make, sources
-from script_tools import figure_class, keep_programs, lost, machine, progress, run_script, write
+from script_tools import check_lengths, figure_class, keep_programs, lost, machine, progress, run_script, write
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -179,7 +179,7 @@ def work(args: argparse.Namespace) -> None:
     devices.start(args)
     import specjax
     from specjax import sharding
-    from specjax.train.evaluate import Prompt, part, read_prompts
+    from specjax.train.evaluate import Prompt, encode, part, read_prompts
 
     if args.plot:
         figure_class("--plot")  # is it there? Better now than at the end.
@@ -201,6 +201,7 @@ def work(args: argparse.Namespace) -> None:
             drafter = make(parts, lm, number, tree=tree, coupled=args.coupled, merged=args.merged)
             placed = drafter if mesh is None else sharding.place_drafter(mesh, drafter)
             made.setdefault(label(parts, drafter, args), placed)
+    check_lengths([encode(lm, prompt) for prompt in prompts], args.max_new_tokens, lm.model, *made.values())
     rows = measure(args, lm, prompts, made)
     print_table(rows, args, len(prompts))
     if args.plot:

@@ -2,14 +2,18 @@
 write files."""
 
 import argparse
+import math
 import os
 import pathlib
 import platform
+import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+
+QUOTE = "'"
 
 
 def run_script(work: Callable[[Any], int | None], args: argparse.Namespace, kept: pathlib.Path | None = None) -> None:
@@ -26,9 +30,33 @@ def run_script(work: Callable[[Any], int | None], args: argparse.Namespace, kept
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return
     except (ValueError, OSError) as error:
-        sys.exit(f"{type(error).__name__}: {error}")
+        sys.exit(f"{type(error).__name__}: {in_options(str(error), args)}")
     if status:
         sys.exit(status)
+
+
+def in_options(message: str, args: argparse.Namespace) -> str:
+    """The library's words with its arguments as this script spells them: top_p=2 is --top-p 2."""
+    def option(found: re.Match) -> str:
+        name, value = found.groups()
+        if value is None and "_" not in name:  # a word of everyday language
+            return found[0]
+        dashed = f"--{name.replace('_', '-')}"
+        return dashed if value in (None, "True") else f"{dashed} {value.strip(QUOTE)}"
+
+    names = "|".join(map(re.escape, vars(args)))
+    return re.sub(rf"(?<![\w./-])({names})(?:=('[^']*'|[^\s,:;()]+))?(?![\w./=])", option, message)
+
+
+def check_lengths(texts: Sequence[Sequence[int]], max_new_tokens: int, *parts: Any) -> None:
+    """Raises ValueError for prompts that the context of a model or drafter among ``parts`` cannot hold."""
+    limit = min((part.context_length for part in parts if part.context_length is not None), default=math.inf)
+    for number, text in enumerate(texts, start=1):
+        if len(text) + max_new_tokens > limit:
+            raise ValueError(
+                f"prompt {number} has {len(text)} tokens: with --max-new-tokens {max_new_tokens} it exceeds the "
+                f"context of {limit}; lower --max-new-tokens or leave the prompt out"
+            )
 
 
 def keep_programs() -> None:

@@ -131,7 +131,7 @@ def test_a_dry_run_of_every_student_writes_nothing(script, text, tmp_path, monke
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ("--student draft-lm --layers 99", "layers=99: the target has"),
+        ("--student draft-lm --layers 99", "--layers 99: the target has"),
         ("--student eagle3 --draft-vocab 9999", "--draft-vocab 9999: .* tokens; 0 is all"),
         ("--student mtp --mesh 64,2", "needs 128 devices"),
         ("--student mtp --mesh 8,1 --batch 4", "--batch 4 must be a multiple of --accumulate 1 times 8"),

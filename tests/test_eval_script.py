@@ -64,7 +64,8 @@ def test_drafters_are_made_by_name(script, directory):
     assert made(str(directory)).num_draft_tokens == 5 and made(str(directory), 3).num_draft_tokens == 3
     assert made(f"suffix+{directory}", 3).num_draft_tokens == 3
     assert made(f"suffix+{directory}", 3, merged=True).num_draft_tokens == 6  # merged: the nodes of both
-    for name, words in (("eagle", "--drafter eagle: give one of"), ("ngram+nowhere", "--drafter nowhere is no draft")):
+    for name, words in (("eagle", "--drafter eagle: give one of"), ("model", "or a drafter's directory"),
+                        ("ngram+nowhere", "--drafter nowhere is no draft.*recycling, lookahead, cascade, or a model")):
         with pytest.raises(ValueError, match=words):
             made(name)
 
@@ -114,7 +115,7 @@ def test_drafters_are_measured_side_by_side(script, directory, tmp_path, monkeyp
 @pytest.mark.parametrize(
     "line, words",
     [
-        ("--split tune", "^ValueError: split='tune': 2 prompts have none"),
+        ("--split tune", "^ValueError: --split tune: 2 prompts have none"),
         ("--drafter nowhere", "^ValueError: --drafter nowhere is no draft source and no directory"),
         ("--plot a.png", r"^ValueError: --plot needs matplotlib: pip install 'specjax\[plots\]'"),
     ],

@@ -54,6 +54,18 @@ def test_the_parser_refuses(script, capsys, line, words):
     assert words in scripts.refusal(script.parse, line.split(), capsys)
 
 
+@pytest.mark.parametrize("given, words", [
+    ({"NUM_PROCESSES": "2"}, "has JAX_NUM_PROCESSES of JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES, JAX_PROCESS_ID"),
+    ({"COORDINATOR_ADDRESS": "a:1", "NUM_PROCESSES": "two", "PROCESS_ID": "0"}, "has JAX_NUM_PROCESSES=two: set"),
+    ({"COORDINATOR_ADDRESS": "a:1", "NUM_PROCESSES": "2", "PROCESS_ID": "-1"}, "has JAX_PROCESS_ID=-1: set"),
+])  # fmt: skip
+def test_an_environment_that_is_half_of_a_job_is_named_as_such(script, capsys, monkeypatch, given, words):
+    for name, value in given.items():
+        monkeypatch.setenv(f"JAX_{name}", value)
+    said = scripts.refusal(script.parse, ["hi"], capsys)
+    assert words in said and said.endswith("to run alone")
+
+
 @pytest.mark.parametrize(
     "line, name",
     [

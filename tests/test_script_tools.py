@@ -49,6 +49,27 @@ def test_what_cannot_be_done_is_one_line_and_a_fault_is_a_traceback(tools):
         ending(tools, ZeroDivisionError())
 
 
+@pytest.mark.parametrize("said, options", [
+    ("top_p=2: must be over 0", "--top-p 2: must be over 0"),
+    ("lower max_new_tokens or pass on_capacity='truncate'", "lower --max-new-tokens or pass --on-capacity truncate"),
+    ("coupled=True with rule='block': no", "--coupled with --rule block: no"),
+    ("drafter=LanguageModel(...): a model", "--drafter LanguageModel(...): a model"),
+    ("seed=-1: seeds are 0..2**32 - 1", "--seed -1: seeds are 0..2**32 - 1"),
+    ("the rule, the drafter and the seed; vocab_size=3", "the rule, the drafter and the seed; vocab_size=3"),
+    ("runs/top_p.json and my_top_p and top_p_max", "runs/top_p.json and my_top_p and top_p_max"),
+])  # fmt: skip
+def test_errors_name_the_options_of_the_script(tools, said, options):
+    names = ("top_p", "max_new_tokens", "on_capacity", "coupled", "rule", "drafter", "seed")
+    assert ending(tools, ValueError(said), **dict.fromkeys(names)) == f"ValueError: {options}"
+
+
+def test_a_prompt_that_does_not_fit_is_named_with_what_can_be_done(tools):
+    ten, eight, any_length = (SimpleNamespace(context_length=length) for length in (10, 8, None))
+    tools.check_lengths([[1] * 6, [1] * 4], 4, ten, any_length)
+    with pytest.raises(ValueError, match=r"^prompt 2 has 5 tokens: .*tokens 4 .* context of 8; lower --max-new"):
+        tools.check_lengths([[1] * 4, [1] * 5], 4, ten, eight)
+
+
 @pytest.mark.parametrize("name", ["bench", "draft_size", "eval_drafter", "generate", "gpu_check", "training_speed"])
 def test_scripts_say_that_they_were_interrupted(name, monkeypatch, capsys):
     def work(args):

@@ -66,10 +66,10 @@ def test_every_rule_and_laws_of_ones_own(simulate, capsys, options):
     [
         (["--p", ".7,.2"], "p sums to 0.9"),
         (["--p", ".7,.3"], "p has 2 tokens and q 6"),
-        (["-K", "-1"], "num_draft_tokens=-1"),
-        (["--rounds", "0"], "rounds=0"),
-        (["--coupled"], "need rule='match'"),
-        (["--draft-cost", "-1", "--rounds", "50"], "draft_cost=-1"),
+        (["-K", "-1"], "--num-draft-tokens -1: must"),
+        (["--rounds", "0"], "--rounds 0: must"),
+        (["--coupled"], "--coupled with --rule rejection: .* need --rule match"),
+        (["--draft-cost", "-1", "--rounds", "50"], "--draft-cost -1.0: must"),
     ],
 )
 def test_a_wrong_option_is_one_line_not_a_traceback(simulate, options, message):
