@@ -278,9 +278,11 @@ def program(bench, monkeypatch, path, line):
     (path / "p.jsonl").write_text('{"prompt": "ab c", "category": "x"}\n{"prompt": "c ab c ab", "category": "y"}\n')
     argv = f"bench.py {path / 'p.jsonl'} --max-new-tokens 8 --dtype float32 {line}"
     monkeypatch.setattr(sys, "argv", argv.split())
-    with pytest.raises(SystemExit) as ended:
+    try:
         bench.main.main()
-    return ended.value.code
+    except SystemExit as ended:
+        return ended.code
+    return 0
 
 
 def test_a_run_measures_compares_and_draws_in_one_file(bench, tmp_path, monkeypatch, capsys):
