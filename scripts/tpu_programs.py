@@ -9,7 +9,6 @@ import dataclasses
 import functools
 import os
 import pathlib
-import re
 from typing import Any, NamedTuple
 
 LIBTPU = pathlib.Path(__file__).resolve().parent.parent / ".cache" / "libtpu" / "libtpu" / "libtpu.so"
@@ -24,6 +23,7 @@ for name, value in QUIET.items():
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
+from hlo_text import collectives  # noqa: E402
 from jax.experimental import topologies  # noqa: E402
 from jax.sharding import Mesh, NamedSharding  # noqa: E402
 from model_shapes import CONFIGS  # noqa: E402
@@ -43,8 +43,6 @@ from specjax.types import Text  # noqa: E402
 HEADS = ("eagle3", "dflash")
 DRAFT_VOCABULARY = 32000  # of an EAGLE-3 head, as published ones have
 SLOTS = 512  # one block of attention: more are a loop, whose body the compiler would count once
-KINDS = "all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter"
-WIDTHS = {"f32": 4, "s32": 4, "u32": 4, "bf16": 2, "u16": 2, "s16": 2, "f16": 2, "pred": 1, "s8": 1, "u8": 1, "s64": 8}
 
 
 class Cost(NamedTuple):
@@ -80,10 +78,10 @@ def placed(mesh: Mesh, tree: Any, axes: Any = None) -> Any:
     return jax.tree_util.tree_map_with_path(put, tree)
 
 
-def language_model(mesh: Mesh, config: LlamaConfig) -> LanguageModel:
-    """A target or draft model from shapes, in bfloat16, on the mesh."""
-    params = placed(mesh, abstract_params(config, dtype="bfloat16", scan_layers=False))
-    model = sharding.on_mesh(mesh, llama.model(config, dtype="bfloat16", scan_layers=False))
+def language_model(mesh: Mesh, config: LlamaConfig, scan_layers: bool = False) -> LanguageModel:
+    """A target or draft model from shapes, in bfloat16, on the mesh. Scanned layers are counted once."""
+    params = placed(mesh, abstract_params(config, dtype="bfloat16", scan_layers=scan_layers))
+    model = sharding.on_mesh(mesh, llama.model(config, dtype="bfloat16", scan_layers=scan_layers))
     return LanguageModel(model, params, config=config)
 
 
@@ -112,7 +110,7 @@ def drafter_of(mesh: Mesh, kind: str, lm: LanguageModel, k: int, tree: Any = Non
     if kind == "lookup":
         return drafters.ngram(k)
     if kind in CONFIGS:
-        return drafters.model(language_model(mesh, CONFIGS[kind]), lm, k)
+        return drafters.model(language_model(mesh, CONFIGS[kind], scan_layers=True), lm, k)
     made = head_config(kind, lm.config)
     params = head_params(mesh, kind, made)
     number: dict[str, Any] = {"num_draft_tokens": k} if tree is None else {"tree": tree}
@@ -142,11 +140,14 @@ class Programs:
 
     def __init__(
         self, mesh: Mesh, config: LlamaConfig, *, k: int, batch: int, kind: str = "lookup", rule: Any = None,
-        tree: Any = None, width: int = SLOTS,
+        tree: Any = None, width: int = SLOTS, one_window: bool = False,
     ):  # fmt: skip
+        """``one_window``: no narrower windows for short drafts, of which the compiler would count every one."""
         self.mesh, self.batch, self.width, self.chunk = mesh, batch, width, min(512, width)
         self.lm = language_model(mesh, config)
         self.drafter = drafter_of(mesh, kind, self.lm, k, tree)  # held: programs know its functions weakly
+        if one_window:
+            self.drafter = self.drafter._replace(widths=())
         rule = self.drafter.default_rule if rule is None or not k else rule
         self.program, self.weights = loop.split(self.lm.model, self.lm.params, self.drafter, rule, False)
 
@@ -238,16 +239,6 @@ def train_step(mesh: Mesh, config: LlamaConfig, kind: str, *, rows: int, width: 
     loss = students.loss_of(student, lm)
     lowered = trainer.update.lower(loss, settings, mesh, placed(mesh, training, ()), lm.params, split)
     return lowered.compile()
-
-
-def collectives(text: str) -> dict[str, float]:
-    """Bytes of the results of collectives in a compiled program, by kind; the body of a loop once."""
-    found: dict[str, float] = {}
-    for result, kind in re.findall(rf"= (.*?) ({KINDS})(?:-start)?\(", text):
-        for dtype, shape in re.findall(r"(\w+)\[([\d,]*)\]", result)[-1:]:
-            size = functools.reduce(lambda a, b: a * int(b), [n for n in shape.split(",") if n], 1)
-            found[kind] = found.get(kind, 0) + size * WIDTHS.get(dtype, 4)
-    return found
 
 
 def cost_of(compiled: Any, unread: int = 0) -> Cost:

@@ -10,10 +10,11 @@ the largest of three: FLOPs of the compiled program, bytes that must be read (we
 bytes of collectives, each over the chip's published ceiling. The compiler counts a loop's body once, so one and two
 unrolled layers are compiled and the line between them is extended to all layers.
 Verification is charged as a round behind a lookup of as many nodes; a draft model costs K of its own plain steps, an
-EAGLE-3 head K of its steps, a DFlash drafter one pass. Heads are of the usual size: one and five layers of the target's
-width, copied to every chip. Of a tree's level with b children a node, 1 - (1 - alpha)^b are taken to go on.
-Collectives are charged by size, without the latency of each: with small batches on many chips real steps are slower
-than modelled.
+EAGLE-3 head K of its steps (of a tree a step for each level), a DFlash drafter one pass. Heads are of the usual size,
+one and five layers of the target's width, in parts like the target. A child is taken to be right with probability alpha
+if its earlier siblings are wrong.
+Collectives are charged by size, an all-reduce twice (a ring adds up and hands out), without the latency of each: with
+small batches on many chips real steps are slower than modelled.
 """
 
 import argparse
@@ -37,12 +38,13 @@ class Chip(NamedTuple):
     memory: float  # bytes
 
     def seconds(self, cost: Cost) -> float:
-        links = sum(cost.collectives.values())
+        links = sum((1 + (kind == "all-reduce")) * size for kind, size in cost.collectives.items())
         return max(cost.flops / self.flops, cost.bytes / self.bytes, links / self.links)
 
 
 CHIPS = {"v5e": Chip(197e12, 819e9, 200e9, 16 * 2**30), "v6e": Chip(918e12, 1640e9, 448e9, 32 * 2**30)}
 RULES = ("rejection", "match", "block")
+Tree = tuple[int, ...] | trees.Dynamic | None  # children of each node by level, or EAGLE-2's
 MOST = 4096  # rows, in the search for the batch at which speculation stops paying
 
 
@@ -65,7 +67,7 @@ class Compiler:
         self.mesh, self.config, self.rule = mesh, config, rule
 
     @functools.cache  # noqa: B019 (one compiler a report)
-    def cost(self, what: str, k: int, batch: int, kind: str = "lookup", tree: tuple[int, ...] | None = None) -> Cost:
+    def cost(self, what: str, k: int, batch: int, kind: str = "lookup", tree: Tree = None) -> Cost:
         """Of ``what``: round, prefill, engine or train."""
         found = []
         for layers in (1, 2):
@@ -73,13 +75,13 @@ class Compiler:
             if what == "train":
                 found.append(cost_of(tpu.train_step(self.mesh, config, kind, rows=batch, width=SLOTS)))
                 continue
-            shape = None if tree is None else trees.kary(*tree)
-            made = Programs(self.mesh, config, k=k, batch=batch, kind=kind, rule=self.rule, tree=shape)
+            made = Programs(self.mesh, config, k=k, batch=batch, kind=kind, rule=self.rule, tree=shape_of(tree),
+                            one_window=True)  # fmt: skip
             found.append(cost_of(getattr(made, what)(), made.unread()))
         return line(found[0], found[1], self.config.num_layers - 1)
 
     @functools.cache  # noqa: B019
-    def draft(self, kind: str, k: int, batch: int, tree: tuple[int, ...] | None = None) -> Cost | None:
+    def draft(self, kind: str, k: int, batch: int, tree: Tree = None) -> Cost | None:
         """Of all of a round's drafting; None for a lookup, which costs nothing here."""
         if kind == "lookup":
             return None
@@ -87,13 +89,27 @@ class Compiler:
             step = Compiler(self.mesh, CONFIGS[kind]).cost("round", 0, batch)
             return _times(step, k)
         config = dataclasses.replace(self.config, num_layers=2, windows=self.config.windows[-2:])
+
+        def drafted(n: int, tree: Tree = None) -> Cost:
+            made = Programs(self.mesh, config, k=k if kind == "dflash" else n, batch=batch, kind=kind,
+                            tree=shape_of(tree))  # fmt: skip
+            return cost_of(made.draft(n), made.unread())
+
         if kind == "dflash":
-            made = Programs(self.mesh, config, k=k, batch=batch, kind=kind)
-            return cost_of(made.draft(k), made.unread())
-        made = Programs(self.mesh, config, k=2, batch=batch, kind=kind)  # its loop holds one step
-        one, two = (cost_of(made.draft(n), made.unread()) for n in (1, 2))
+            return drafted(k, tree)
+        one, two = drafted(1), drafted(2)  # the loop of a chain holds one step
         step = two._replace(flops=max(two.flops - one.flops, 0.0))
-        return _times(step, k if tree is None else len(tree))
+        if tree is None:
+            return _times(step, k)
+        levels = tree.depth if isinstance(tree, trees.Dynamic) else len(tree)
+        every = drafted(k, tree)  # all levels but the first, which the step that reads what was committed prepares
+        kinds = {name: every.collectives.get(name, 0) + size for name, size in step.collectives.items()}
+        return every._replace(flops=every.flops + step.flops, bytes=levels * step.bytes, collectives=kinds)
+
+
+def shape_of(tree: Tree) -> Any:
+    """As drafters take it."""
+    return tree if tree is None or isinstance(tree, trees.Dynamic) else trees.kary(*tree)
 
 
 def _times(cost: Cost, count: int) -> Cost:
@@ -106,11 +122,17 @@ def gain(chip: Chip, plain: Cost, verify: Cost, draft: Cost | None, tokens: floa
     return tokens * chip.seconds(plain) / (chip.seconds(verify) + (chip.seconds(draft) if draft else 0.0))
 
 
-def tokens_of(alpha: float, k: int, tree: tuple[int, ...] | None) -> float:
+def tokens_of(alpha: float, k: int, tree: Tree) -> float:
     """Expected tokens of a round."""
     if tree is None:
         return theory.expected_tokens(alpha, k)
-    return theory.expected_tokens([1 - (1 - alpha) ** children for children in tree])
+    if not isinstance(tree, trees.Dynamic):
+        return theory.expected_tokens([1 - (1 - alpha) ** children for children in tree])
+    level, found = [1.0], []
+    for _ in range(tree.depth):
+        level = sorted((p * alpha * (1 - alpha) ** rank for p in level for rank in range(tree.width)), reverse=True)
+        found, level = found + level, level[: tree.width]
+    return 1 + sum(sorted(found, reverse=True)[: tree.num_nodes])
 
 
 def stops(chip: Chip, small: dict, large: dict, sizes: tuple[int, int], tokens: float) -> int | None:
@@ -125,13 +147,14 @@ def stops(chip: Chip, small: dict, large: dict, sizes: tuple[int, int], tokens: 
     return None
 
 
-def describe(name: str, cost: Cost, chip: Chip) -> None:
-    """A line for people."""
+def describe(name: str, cost: Cost, chip: Chip, timed: bool = True) -> None:
+    """A line for people; no time for what holds a loop over draft steps, which the compiler counts once."""
     peak, spare = cost.memory / 2**30, (chip.memory - cost.memory) / 2**30
     fits = "fits, spare" if spare >= 0 else "DOES NOT FIT, over by"
     kinds = ", ".join(f"{kind} {size / 2**20:.2f}" for kind, size in sorted(cost.collectives.items())) or "none"
+    time = f"{1e3 * chip.seconds(cost):8.3f} ms" if timed else "loops once "
     print(
-        f"  {name:14} {1e3 * chip.seconds(cost):8.3f} ms  {cost.flops / 1e9:9.1f} GFLOP  {cost.bytes / 2**30:6.2f} GiB"
+        f"  {name:14} {time}  {cost.flops / 1e9:9.1f} GFLOP  {cost.bytes / 2**30:6.2f} GiB"
         f" read  peak {peak:6.2f} GiB ({fits} {abs(spare):.1f})  collectives, MiB: {kinds}", flush=True,
     )  # fmt: skip
 
@@ -143,7 +166,7 @@ def arguments(argv=None):
     parser.add_argument("--drafter", choices=["lookup", *HEADS, *sorted(CONFIGS)], default="lookup")
     parser.add_argument("--data", type=int, default=1, help="parts of the batch; the other chips share the weights")
     parser.add_argument("-K", "--num-draft-tokens", type=int, default=4)
-    parser.add_argument("--tree", help="children of each node by level, e.g. 3,2,2; a head drafts it")
+    parser.add_argument("--tree", help="of a head: children by level as in 3,2,2, or dynamic:NODES,WIDTH,DEPTH")
     parser.add_argument("--rule", choices=RULES, help="default: the drafter's own")
     parser.add_argument("--batch", default="1,32", help="batches, comma-separated")
     parser.add_argument("--alpha", type=float, default=0.7, help="assumed acceptance of a judged draft token")
@@ -163,12 +186,28 @@ def arguments(argv=None):
     return args
 
 
+def tree_of(text: str | None) -> Tree:
+    """A tree from ``--tree``."""
+    if text is None:
+        return None
+    kind, _, numbers = text.rpartition(":")
+    try:
+        found = tuple(map(int, numbers.split(",")))
+        if kind not in ("", "dynamic") or min(found) < 1 or (kind and len(found) != 3):
+            raise ValueError
+    except ValueError:
+        raise SystemExit(f"--tree {text}: give children per level as in 3,2,2, or dynamic:NODES,WIDTH,DEPTH") from None
+    return trees.Dynamic(*found) if kind else found
+
+
 def main(argv=None):
     args = arguments(argv)
     chip, mesh = CHIPS[args.topology.split(":")[0]], tpu.mesh_of(args.topology, args.data)
     config = dataclasses.replace(CONFIGS[args.target], quantization=args.quantize or "")
-    tree = tuple(map(int, args.tree.split(","))) if args.tree else None
-    k = args.num_draft_tokens if tree is None else len(trees.kary(*tree))
+    tree = tree_of(args.tree)
+    k = args.num_draft_tokens
+    if tree is not None:
+        k = tree.num_nodes if isinstance(tree, trees.Dynamic) else len(trees.kary(*tree))
     compiler, tokens = Compiler(mesh, config, args.rule), tokens_of(args.alpha, args.num_draft_tokens, tree)
     print(f"{args.target}{' ' + args.quantize if args.quantize else ''} on {args.topology}, mesh {dict(mesh.shape)}, "
           f"{k} draft tokens, {SLOTS} slots a row; MODELLED, per chip")
@@ -183,11 +222,12 @@ def main(argv=None):
         describe(f"verify {k} + 1", found["verify"], chip)
         if found["draft"]:
             describe("draft", found["draft"], chip)
-            describe("whole round", compiler.cost("round", k, batch, args.drafter, tree), chip)
+            describe("whole round", compiler.cost("round", k, batch, args.drafter, tree), chip, timed=False)
         if args.prefill:
             describe("prefill", compiler.cost("prefill", 0, batch), chip)
         if args.engine:
-            describe("engine step", compiler.cost("engine", k, batch, args.drafter, tree), chip)
+            describe("engine step", compiler.cost("engine", k, batch, args.drafter, tree), chip,
+                     timed=not found["draft"])
         v = chip.seconds(found["verify"]) / chip.seconds(found["plain"])
         d = chip.seconds(found["draft"]) / chip.seconds(found["plain"]) if found["draft"] else 0.0
         speed_up = gain(chip, found["plain"], found["verify"], found["draft"], tokens)
