@@ -123,6 +123,13 @@ def weight_sharding(mesh: Mesh, path: tuple, shape: tuple[int, ...], rules: Rule
     return NamedSharding(mesh, spec(mesh, axes if len(shape) >= len(axes) else (), shape, rules))
 
 
+def putting(mesh: Mesh | None) -> Any:
+    """``(path, weight) -> array`` that takes a weight straight to where it lies; None for the default device."""
+    if mesh is None:
+        return None
+    return lambda path, weight: put(weight, weight_sharding(mesh, path, np.shape(weight)))
+
+
 def place_params(mesh: Mesh, params: PyTree, rules: Rules = RULES) -> PyTree:
     """Params on a mesh; matrices that cannot be divided evenly are kept whole.
 

@@ -286,13 +286,10 @@ def _shared(params: PyTree, target: LanguageModel) -> PyTree:
 
 
 def _save(folder: pathlib.Path, config: Any, params: PyTree, target: str) -> None:
-    import orbax.checkpoint as ocp
-
     name = next(name for name, kind in KINDS.items() if isinstance(config, kind.config))
     folder.mkdir()
     weights = orbax._named(params)
-    with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(folder / "params", weights)
+    orbax._write(folder / "params", weights)
     manifest = {
         "format": 1, "kind": name, "config": dataclasses.asdict(config), "target": target, "weights": [*weights],
         "files": orbax._sizes(folder / "params"),

@@ -16,7 +16,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax.static import show
-from specjax.types import PyTree
 
 KINDS = ("int8",)
 MATRICES = ("qkv", "o", "gate_up", "down")
@@ -51,22 +50,6 @@ def abstract(layer: dict[str, jax.ShapeDtypeStruct]) -> dict[str, jax.ShapeDtype
     scales = {name + SCALE: jax.ShapeDtypeStruct(layer[name].shape[-1:], jnp.float32) for name in MATRICES}
     values = {name: jax.ShapeDtypeStruct(layer[name].shape, jnp.int8) for name in MATRICES}
     return layer | values | scales
-
-
-def quantised(params: PyTree) -> PyTree:
-    """Unrolled parameters with their matrices in int8, on the default device; what was there is left alone.
-
-    Raises:
-      ValueError: see `rounded`.
-    """
-    def turned(index: int, layer: dict) -> dict:
-        made = dict(layer)
-        for name in MATRICES:
-            values, made[name + SCALE] = rounded(np.asarray(layer[name]).T, f"layers.{index}.{name}")
-            made[name] = np.ascontiguousarray(values.T)
-        return jax.tree.map(jnp.asarray, made)
-
-    return params | {"layers": {index: turned(index, layer) for index, layer in params["layers"].items()}}
 
 
 def floating(name: str, lm):

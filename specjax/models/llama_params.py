@@ -64,10 +64,13 @@ class Source(NamedTuple):
 
     names: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
+    dtype: np.dtype | None = None  # that it has in our tree; None: what is asked for
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of the weight in our tree."""
+        if not self.shapes[0]:
+            return ()
         joined = (sum(shape[0] for shape in self.shapes), *self.shapes[0][1:])
         return joined[::-1]
 
@@ -84,6 +87,7 @@ class Rows:
 
     shape: tuple[int, ...]
     take: Callable[[int, int], np.ndarray]  # (start, stop) -> rows
+    step: int = 0  # how many at a time are read best; 0: any number
 
     def __getitem__(self, rows: slice) -> np.ndarray:
         start, stop, _ = rows.indices(self.shape[0])
@@ -159,11 +163,14 @@ def params_from_tensors(
       scan_layers: layers along a leading axis, as `stack_layers` would make them.
       put: see `fill`.
     """
-    tree = sources(config)
-    if scan_layers:
-        names = tree["layers"][0]
-        tree["layers"] = {name: Stack(tuple(layer[name] for layer in tree["layers"].values())) for name in names}
+    tree = stacked(sources(config)) if scan_layers else sources(config)
     return fill(tree, tensor, dtype, put, quantise=bool(config.quantization))
+
+
+def stacked(tree: dict[str, Any]) -> dict[str, Any]:
+    """An unrolled tree of `Source` as that of scanned layers."""
+    layers = list(tree["layers"].values())
+    return tree | {"layers": {name: Stack(tuple(layer[name] for layer in layers)) for name in layers[0]}}
 
 
 def fill(
@@ -182,12 +189,12 @@ def fill(
     def build(path, leaf: Source | Stack) -> Array:
         layers = leaf.layers if isinstance(leaf, Stack) else (leaf,)
         shape, inside = layers[0].shape, quantise and path[-1].key in int8.MATRICES
-        weight = aligned((len(layers), *shape), np.dtype(np.int8) if inside else dtype)
+        weight = aligned((len(layers), *shape), np.dtype(np.int8) if inside else layers[0].dtype or dtype)
         scale = np.empty((len(layers), shape[-1]), np.float32) if inside else [None] * len(layers)
-        for source, matrix, row in zip(layers, weight, scale):
-            _read(source, tensor, matrix, row)
+        for index, source in enumerate(layers):
+            _read(source, tensor, weight[index, ...], scale[index])  # a view also of single numbers
         if isinstance(leaf, Source):
-            weight, scale = weight[0], scale[0]
+            weight, scale = weight[0, ...], scale[0]
         if inside:
             to = (*path[:-1], jax.tree_util.DictKey(path[-1].key + int8.SCALE))
             scales.append((to, put(to, np.asarray(scale))))
@@ -206,9 +213,12 @@ def _read(source: Source, tensor: Callable, weight: np.ndarray, scale: np.ndarra
         part = tensor(name, shape)
         if tuple(part.shape) != shape:
             raise ValueError(f"tensor {name!r} has shape {tuple(part.shape)}, the configuration needs {shape}")
+        if not shape:
+            weight[...] = part
+            continue
         # Read a block, turned and converted a few rows at a time, straight to their place: whole copies would double
         # the peak of memory, and turning a large matrix at once takes three times as long.
-        step = max(ROWS, BLOCK // math.prod(shape[1:]) // ROWS * ROWS)
+        step = getattr(part, "step", 0) or max(ROWS, BLOCK // math.prod(shape[1:]) // ROWS * ROWS)
         for first in range(0, shape[0], step):
             block = np.asarray(part[first : first + step])
             for row in range(0, len(block), ROWS):

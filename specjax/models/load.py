@@ -19,7 +19,7 @@ from specjax.models.config import LlamaConfig
 from specjax.models.gguf import GGUFFile
 from specjax.models.gguf_config import config_of
 from specjax.models.language_model import LanguageModel
-from specjax.sharding import check, on_mesh, place, put, refuse, weight_sharding
+from specjax.sharding import check, on_mesh, putting, refuse
 from specjax.static import show
 from specjax.types import Model, PyTree
 
@@ -89,8 +89,9 @@ def load(
     path = pathlib.Path(name_or_path).expanduser()
     if path.is_dir():
         if (path / orbax.MANIFEST).exists():
-            lm = orbax.load(path, dtype=how.dtype, scan_layers=scan_layers, quantization=how.quantization)
-            return lm if mesh is None else place(mesh, lm)
+            return orbax.load(
+                path, dtype=how.dtype, scan_layers=scan_layers, quantization=how.quantization, mesh=mesh
+            )
         if (path / "config.json").exists():
             return _load_directory(path, how)
         raise FileNotFoundError(
@@ -144,13 +145,9 @@ def _placed(tensors: TensorSource, config: LlamaConfig, source: str, how: _How) 
     model = llama.model(config, dtype=how.dtype, scan_layers=how.scan_layers)
     if how.mesh is not None:
         refuse(how.mesh, config)
-
-    def lay(path, weight):
-        return put(weight, weight_sharding(how.mesh, path, weight.shape))
-
     params = strict_params(
-        tensors, config, source=source, dtype=how.dtype, scan_layers=how.scan_layers,
-        put=None if how.mesh is None else lay, progress=how.progress,
+        tensors, config, source=source, dtype=how.dtype, scan_layers=how.scan_layers, put=putting(how.mesh),
+        progress=how.progress,
     )  # fmt: skip
     return model if how.mesh is None else on_mesh(how.mesh, model), params
 

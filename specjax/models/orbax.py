@@ -9,24 +9,24 @@ devices, nor how layers were run when it was saved matters to who reads it.
 """
 
 import dataclasses
-import gc
 import json
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from specjax.models import directory, huggingface, int8, llama, llama_params, tokenizer
+from specjax.models import directory, huggingface, llama, llama_params, tokenizer
 from specjax.models.config import LlamaConfig, from_json
 from specjax.models.language_model import LanguageModel, checked
+from specjax.sharding import on_mesh, putting, refuse
 from specjax.types import PyTree
 
 MANIFEST = "specjax.json"
 _FORMAT = 1
-_MUCH = 2**25  # bytes
+_CHUNK = 2**22  # bytes of an array that are written, and so can be read, at a time
+_TOGETHER = 4  # chunks that are read at a time
 
 
 def save(path: str | pathlib.Path, lm: LanguageModel, *, overwrite: bool = False) -> None:
@@ -39,8 +39,6 @@ def save(path: str | pathlib.Path, lm: LanguageModel, *, overwrite: bool = False
       TypeError: if the model's configuration is not one of ours, so that `load` could not rebuild the model.
       ValueError: if path is no path or lm no language model, as when the two are swapped.
     """
-    import orbax.checkpoint as ocp
-
     with directory.whole(path, overwrite) as folder:
         lm = checked("lm", lm)
         if not isinstance(lm.config, LlamaConfig):
@@ -56,8 +54,7 @@ def save(path: str | pathlib.Path, lm: LanguageModel, *, overwrite: bool = False
         }
         stacked = 0 not in lm.params["layers"]
         params = llama_params.unstack_layers(lm.params) if stacked else lm.params
-        with ocp.StandardCheckpointer() as checkpointer:
-            checkpointer.save(folder / "params", _named(params))
+        _write(folder / "params", _named(params))
         manifest["files"] = _sizes(folder / "params")
         if text is not None:
             (folder / "tokenizer.json").write_text(text.to_json(), encoding="utf-8")
@@ -65,9 +62,9 @@ def save(path: str | pathlib.Path, lm: LanguageModel, *, overwrite: bool = False
 
 
 def load(
-    path: pathlib.Path, *, dtype="float32", scan_layers: bool = False, quantization: str = ""
+    path: pathlib.Path, *, dtype="float32", scan_layers: bool = False, quantization: str = "", mesh=None
 ) -> LanguageModel:
-    """What `save` wrote, int8 weights as int8. Called by `specjax.load`.
+    """What `save` wrote, int8 weights as int8. Called by `specjax.load`, whose arguments these are.
 
     Raises:
       ValueError: naming the path, if it is incomplete or damaged, or the weight that is missing or of another shape.
@@ -80,17 +77,21 @@ def load(
         )
     _check_files(path / "params", manifest["files"])
     config = from_json(manifest["config"])
+    stored = llama_params.abstract_params(config, dtype=dtype)
     quantise = bool(quantization) and not config.quantization
-    params = _restore_model(path / "params", config, jnp.dtype(dtype), scan_layers, quantise)
     config = dataclasses.replace(config, quantization=config.quantization or quantization)
+    if mesh is not None:
+        refuse(mesh, config)
+    params = _restore(path / "params", stored, scan_layers=scan_layers, quantise=quantise, put=putting(mesh))
     text = None
     if manifest["tokenizer"] is not None:
         file = path / "tokenizer.json"
         if not file.exists():
             raise FileNotFoundError(f"{path} is incomplete: {file.name} is missing")
         text = tokenizer.from_json(file.read_text(encoding="utf-8"), source=str(file), **manifest["tokenizer"])
+    model = llama.model(config, dtype=dtype, scan_layers=scan_layers)
     return LanguageModel(
-        model=llama.model(config, dtype=dtype, scan_layers=scan_layers),
+        model=model if mesh is None else on_mesh(mesh, model),
         params=params,
         tokenizer=text,
         config=config,
@@ -116,44 +117,29 @@ def _check_files(folder: pathlib.Path, expected: dict[str, int]) -> None:
             raise ValueError(f"{folder} is damaged: {name} has {found[name]} bytes, {size} were written")
 
 
-def _restore(folder: pathlib.Path, expected: PyTree) -> PyTree:
-    """The saved weights in the shape of ``expected``, on the default device whatever they were saved from."""
-    _check_shapes(folder, _named(expected))
-    return _read(folder, expected)
+def _write(folder: pathlib.Path, weights: Mapping[str, Any]) -> None:
+    """Named weights as orbax, in chunks: who reads them never holds more than a few beside what they become."""
+    import orbax.checkpoint as ocp
+
+    how = {name: ocp.SaveArgs(chunk_byte_size=_CHUNK) for name in weights}
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(folder, weights, save_args=how)
 
 
-def _restore_model(
-    folder: pathlib.Path, config: LlamaConfig, dtype: np.dtype, scan_layers: bool, quantise: bool
+def _restore(
+    folder: pathlib.Path, expected: PyTree, *, scan_layers: bool = False, quantise: bool = False, put=None
 ) -> PyTree:
-    """`_restore` a layer at a time, each straight to its place, so that the model is never in memory twice.
+    """The saved weights in the shapes and types of ``expected``, wherever they were saved from.
 
-    ``quantise``: what was saved as floats becomes int8.
+    ``scan_layers``, ``quantise`` and ``put`` are those of `llama_params`; ``expected`` is unrolled in any case.
     """
-    expected = llama_params.abstract_params(config, dtype=dtype)
-    if quantise:  # rounded once, from what was saved
-        floats = llama_params.abstract_params(config)["layers"]
-        expected["layers"] = {
-            index: layer | {name: floats[index][name] for name in int8.MATRICES}
-            for index, layer in expected["layers"].items()
-        }
     _check_shapes(folder, _named(expected))
-    layers = expected.pop("layers")
-    params, stacked = {**_read(folder, expected), "layers": {}}, {}
-    for index, shapes in layers.items():
-        layer = _read(folder, {"layers": {index: shapes}})["layers"][index]
-        if quantise:
-            layer = int8.quantised({"layers": {index: layer}})["layers"][index]
-        if not scan_layers:
-            params["layers"][index] = layer
-            continue
-        for name, leaf in layer.items():
-            if name not in stacked:  # pages that are not written yet take no memory
-                stacked[name] = llama_params.aligned((config.num_layers, *leaf.shape), np.dtype(leaf.dtype))
-            stacked[name][index] = leaf
-        del layer, leaf  # before the next one is read
-    if scan_layers:
-        params["layers"] = jax.tree.map(jax.device_put, stacked)
-    return params
+    leaves, where = jax.tree.flatten(expected)
+    tree = jax.tree.unflatten(where, [
+        llama_params.Source((name,), (leaf.shape[::-1],), leaf.dtype) for name, leaf in zip(_named(expected), leaves)
+    ])  # fmt: skip
+    tree = llama_params.stacked(tree) if scan_layers else tree
+    return llama_params.fill(tree, _reader(folder), put=put, quantise=quantise)
 
 
 def _check_shapes(folder: pathlib.Path, expected: Mapping[str, Any]) -> None:
@@ -171,28 +157,32 @@ def _check_shapes(folder: pathlib.Path, expected: Mapping[str, Any]) -> None:
             raise ValueError(f"{folder}: weight {name} is {shapes.get(name, 'missing')}, the model needs {needed}")
 
 
-def _read(folder: pathlib.Path, expected: PyTree) -> PyTree:
-    """The weights that have a place in this part of the tree."""
-    import orbax.checkpoint as ocp
+def _reader(folder: pathlib.Path) -> Callable[[str, tuple[int, ...]], "np.ndarray | llama_params.Rows"]:
+    """``(name, shape) -> array`` [out, in]. What orbax wrote is read by the library that it wrote it with: orbax itself
+    has an array of the file's type beside the one that is asked for, and twice the largest array is a lot."""
+    import tensorstore
 
-    here = jnp.zeros(()).sharding
-    targets = {
-        name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=here) for name, leaf in _named(expected).items()
-    }
-    options = ocp.args.PyTreeRestore(
-        targets, ocp.checkpoint_utils.construct_restore_args(targets), partial_restore=True
-    )
-    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+    def read(view: Any) -> np.ndarray:
         try:
-            restored = checkpointer.restore(folder.absolute(), options)
+            return view.read().result().T
+        except Exception as error:  # tensorstore raises many kinds
+            raise ValueError(f"{folder} is damaged: {error}") from error
+
+    def tensor(name: str, shape: tuple[int, ...]) -> "np.ndarray | llama_params.Rows":
+        kvstore = {"driver": "ocdbt", "base": f"file://{folder.absolute()}/", "path": f"{name}/"}
+        try:
+            array = tensorstore.open({"driver": "auto", "kvstore": kvstore}, open=True, read=True).result()
         except Exception as error:
             raise ValueError(f"{folder} is damaged: {error}") from error
-    if sum(leaf.nbytes for leaf in restored.values()) > _MUCH:
-        gc.collect()  # what orbax read into hangs in cycles of references
-    return jax.tree.unflatten(jax.tree.structure(expected), [restored[name] for name in _named(expected)])
+        chunk: Any = array.chunk_layout.read_chunk.shape
+        if len(shape) != 2 or chunk[0] != array.shape[0] or chunk[1] * _TOGETHER >= array.shape[1]:
+            return read(array)
+        return llama_params.Rows(shape, lambda start, stop: read(array[:, start:stop]), chunk[1] * _TOGETHER)
+
+    return tensor
 
 
-def _named(params: PyTree) -> dict[str, jax.Array]:
+def _named(params: PyTree) -> dict[str, Any]:
     """The leaves by their path, e.g. layers.10.qkv, in the tree's own order."""
     paths, _ = jax.tree_util.tree_flatten_with_path(params)
     return {".".join(str(key.key) for key in path): leaf for path, leaf in paths}

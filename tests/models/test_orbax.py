@@ -15,6 +15,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from specjax import sharding
 from specjax.models import orbax
 from specjax.models.load import load
 from tests.models import tiny
@@ -87,6 +88,25 @@ def test_a_model_saved_from_many_devices_is_restored_on_one(tmp_path, lm):
     environment = os.environ | {"XLA_FLAGS": "", "PYTHONPATH": str(Path(orbax.__file__).parents[2])}
     subprocess.run([sys.executable, "-c", program], env=environment, check=True, timeout=120)
     np.testing.assert_array_equal(np.load(tmp_path / "ten.npy"), lm.params["layers"][10]["qkv"])
+
+
+@pytest.mark.parametrize("options", [{}, {"scan_layers": True}, {"quantize": "int8"}], ids=str)
+@pytest.mark.parametrize("saved", [None, "int8"])
+def test_on_a_mesh_no_weight_lies_on_one_device_first(tmp_path, monkeypatch, options, saved):
+    path = tiny.write_directory(tmp_path / "m")
+    orbax.save(tmp_path / "saved", load(path, quantize=saved))
+    mesh, alone, put, seen = sharding.make_mesh(1, 2), load(path, **{"quantize": saved} | options), jax.device_put, []
+    with monkeypatch.context() as patch:
+        patch.setattr(jax, "device_put", lambda x, where=None: (seen.append((type(x), where)), put(x, where))[1])
+        lm = load(tmp_path / "saved", mesh=mesh, **options)
+    assert seen and all(kind is np.ndarray and where.mesh == mesh for kind, where in seen)
+    assert lm.model == sharding.place(mesh, alone).model and lm.config == alone.config
+    assert jax.tree.map(lambda x: x.sharding, lm.params) == jax.tree.map(
+        lambda x: x.sharding, sharding.place_params(mesh, alone.params))
+    assert_equal(lm.params, alone.params)
+    monkeypatch.setattr(orbax, "_check_shapes", lambda *args: pytest.fail("weights were looked at"))
+    with pytest.raises(ValueError, match=r"num_heads=4 cannot be shared out over model=8"):
+        load(tmp_path / "saved", mesh=sharding.make_mesh(1, 8), **options)
 
 
 def test_a_model_without_tokenizer_is_saved_without_one(tmp_path):
