@@ -168,7 +168,8 @@ def refuse(mesh: Mesh, config: Any, rules: Rules = RULES) -> None:
         if size is not None and over is not None and size % mesh.shape[over]:
             raise ValueError(
                 f"{name}={size} cannot be shared out over {over}={mesh.shape[over]}: give a mesh whose {over} divides "
-                f"it, or Rules({axis}=None) to keep it whole on every device"
+                "it, or load without one and keep it whole on every device with specjax.sharding.place(mesh, lm, "
+                f"specjax.sharding.Rules({axis}=None))"
             )
 
 

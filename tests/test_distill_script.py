@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import specjax
+from specjax.models import save
 from specjax.train import texts
 from tests import scripts
 from tests.scripts import ROOT, TINY
@@ -142,6 +143,14 @@ def test_a_dry_run_of_every_student_writes_nothing(script, text, tmp_path, monke
 def test_what_cannot_work_is_refused_before_text_is_written(script, text, tmp_path, monkeypatch, options, words):
     with pytest.raises(SystemExit, match=words):
         run(script, monkeypatch, small(text, tmp_path / "run") + options)
+    assert not (tmp_path / "run").exists()
+
+
+def test_weights_in_int8_are_refused_where_a_student_starts_from_them(script, text, tmp_path, monkeypatch):
+    save(tmp_path / "int8", specjax.load(TINY, quantize="int8"))
+    line = small(text, tmp_path / "run").replace(str(TINY), str(tmp_path / "int8"))
+    with pytest.raises(SystemExit, match=r"target has int8 weights.*: load the checkpoint that they were made from"):
+        run(script, monkeypatch, line + "--student mtp")
     assert not (tmp_path / "run").exists()
 
 

@@ -107,6 +107,10 @@ def test_what_a_mesh_does_not_divide_is_whole_or_refused_with_the_numbers():
     ):
         with pytest.raises(ValueError, match=words):
             sharding.place(mesh, alone()._replace(config=dataclasses.replace(CONFIG, **changes)))
+    with pytest.raises(ValueError, match=r"or load without one .* specjax\.sharding\.Rules\(ffn=None\)"):
+        sharding.refuse(mesh, dataclasses.replace(CONFIG, intermediate_size=30))
+    kept = sharding.place(mesh, alone(), sharding.Rules(ffn=None)).params["layers"][0]
+    assert parts(kept["gate_up"]) == {kept["gate_up"].shape} and parts(kept["o"]) == {(8, 32)}
     with pytest.raises(ValueError, match="a batch of 3 rows cannot be shared out over data=2: give a multiple of 2"):
         sharding.place(mesh, alone()).model.init_cache(3, 64)
     with pytest.raises(ValueError, match="mesh='x': must have the automatic axes"):

@@ -195,10 +195,13 @@ def _check_target(path: pathlib.Path, target: LanguageModel) -> None:
         return
     said, own = read_json(path / MADE_FOR), fingerprint(target)
     if said.get("fingerprint") not in (None, "", own):
+        way = "train one for this target (scripts/distill_draft.py)"
+        if getattr(target.config, "quantization", ""):  # it is another one than the floats it was made from
+            way = f"load the checkpoint that its {target.config.quantization} weights were made from, without quantize="
         raise ValueError(
             f"{path} was made for {said.get('name') or 'another target'} with fingerprint "
-            f"{str(said['fingerprint'])[:12]}.., and this target's is {own[:12]}..: train one for this target "
-            "(scripts/distill_draft.py), or pass any_target=True: exact all the same, perhaps slow"
+            f"{str(said['fingerprint'])[:12]}.., and this target's is {own[:12]}..: {way}, or take "
+            "this one with load_drafter(path, target, any_target=True): exact all the same, perhaps slow"
         )
 
 

@@ -60,5 +60,5 @@ def floating(name: str, lm):
     """
     if getattr(lm.config, "quantization", ""):
         raise ValueError(f"{name} has {lm.config.quantization} weights, from which nothing can be trained: "
-                         "load it without quantize=")  # fmt: skip
+                         "load the checkpoint that they were made from, without quantize=")  # fmt: skip
     return lm

@@ -13,6 +13,7 @@ from specjax.drafters.checkpoint import MADE_FOR, load_drafter, save_drafter
 from specjax.models import LlamaConfig
 from specjax.models.identity import fingerprint
 from tests.drafters.parallel_world import small_target
+from tests.models.tiny import TINY_MODELS
 
 
 @pytest.fixture(scope="module")
@@ -22,6 +23,10 @@ def target():
 
 @pytest.fixture(scope="module")
 def tables(target):
+    return tables_for(target)
+
+
+def tables_for(target):
     rng, size = np.random.default_rng(0), target.model.vocab_size
     probs = np.full((60, 4), 0.2, np.float32)
     return drafters.build_tables([(rng.integers(0, size, 60), rng.integers(0, size, (60, 4)), probs)], size)
@@ -55,6 +60,14 @@ def test_a_drafter_made_for_another_target_is_refused_until_it_is_asked_for(targ
     with pytest.raises(ValueError, match=r"made for tiny .*any_target=True"):
         load_drafter(saved, other)
     assert load_drafter(saved, other, any_target=True).num_draft_tokens == 5
+
+
+def test_the_drafter_of_an_int8_targets_floats_is_refused_with_what_to_do(tmp_path):
+    whole, small = (specjax.load(TINY_MODELS / "llama_tied_sharded", quantize=kind) for kind in (None, "int8"))
+    save_drafter(tmp_path / "own", RecyclingConfig(), tables_for(whole), target="tiny", made_for=whole)
+    with pytest.raises(ValueError, match=r"made for tiny .*its int8 weights were made from, .*any_target=True"):
+        load_drafter(tmp_path / "own", small)
+    assert load_drafter(tmp_path / "own", whole) and load_drafter(tmp_path / "own", small, any_target=True)
 
 
 def test_what_is_damaged_or_of_another_version_is_refused_by_name(target, saved):
