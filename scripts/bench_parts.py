@@ -20,9 +20,8 @@ from jax import lax
 import specjax
 from specjax import cache as kv
 from specjax import loop, tree
-from specjax.round import RUNNING
-from specjax.round import _first as first_nodes
-from specjax.round import _window as window_seen
+from specjax.proposal import first_nodes
+from specjax.round import RUNNING, window_seen
 from specjax.types import Array, Committed, Drafter, Model, Proposal
 
 STEPS = 4

@@ -29,7 +29,8 @@ PLATFORM=${PLATFORM:-cuda,cpu} OUT=${OUT:-runs/gpu} PYTHON=${PYTHON:-python} STA
 LIMIT=${LIMIT:-600} BATCH=${BATCH:-1 8 32}
 # The most telling first: LIMIT may end them.
 TESTS=${TESTS:-tests/test_smollm2.py tests/models/test_llama.py tests/test_round.py tests/drafters/test_model.py
-    tests/drafters/test_ngram.py tests/test_accept.py tests/test_warp.py tests/test_noise.py tests/test_cache.py}
+    tests/drafters/test_ngram.py tests/test_accept.py tests/test_accept_numerics.py tests/test_warp.py
+    tests/test_noise.py tests/test_cache.py}
 TARGET=${TARGET:-smollm2-135m-instruct} DRAFTER=${DRAFTER:-} PROMPTS=${PROMPTS:-}  # default: what comes with them
 NEW_TOKENS=${NEW_TOKENS:-128} REPEATS=${REPEATS:-2}
 SHAPE=${SHAPE:-llama3-8b} DRAFT_SHAPE=${DRAFT_SHAPE:-llama3-1b} DTYPE=${DTYPE:-bfloat16}

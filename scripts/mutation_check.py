@@ -34,7 +34,8 @@ class Mutant(NamedTuple):
     tests: tuple[str, ...]
 
 
-WARP, ACCEPT, ROUND = ("tests/test_warp.py",), ("tests/test_accept.py",), ("tests/test_round.py", CHAIN, TREE)
+JUDGING = ("tests/test_accept.py", "tests/test_accept_numerics.py")
+WARP, ACCEPT, ROUND = ("tests/test_warp.py",), JUDGING, ("tests/test_round.py", CHAIN, TREE)
 MUTANTS = [
     Mutant("repetition penalty upside down", "warp", "x > 0, x / repetition, x * repetition",
            "x > 0, x * repetition, x / repetition", WARP),

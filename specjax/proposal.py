@@ -1,4 +1,4 @@
-"""What is checked about a proposal and its keys before anything is decided."""
+"""What is checked about a proposal and its keys before anything is decided, and its first nodes."""
 
 from typing import Any
 
@@ -53,3 +53,14 @@ def check_proposal(proposal: Proposal, target_shape: tuple[int, ...]) -> None:
     if proposal.parents is not None:
         shape = nodes if proposal.parents.ndim == 2 else nodes[1:]
         chex.assert_shape(proposal.parents, shape, custom_message="proposal.parents is [N] or [B, N]")
+
+
+def first_nodes(proposal: Proposal, nodes: int) -> Proposal:
+    """The first ``nodes`` nodes: a chain's prefix, or a tree's, since parents come before children."""
+    probs = proposal.probs
+    if isinstance(probs, Sparse):
+        probs = Sparse(probs.ids if probs.ids.ndim == 1 else probs.ids[:, :nodes], probs.probs[:, :nodes])
+    elif probs is not None:
+        probs = probs[:, :nodes]
+    parents = None if proposal.parents is None or not nodes else proposal.parents[..., :nodes]
+    return Proposal(proposal.tokens[:, :nodes], probs, parents, proposal.valid[:, :nodes])

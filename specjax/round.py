@@ -19,7 +19,7 @@ from specjax import cache as kv
 from specjax import rows, sharding, tree
 from specjax.accept import Rule, accept
 from specjax.noise import top_k
-from specjax.proposal import check_keys, check_proposal
+from specjax.proposal import check_keys, check_proposal, first_nodes
 from specjax.static import whole
 from specjax.stats import Counts
 from specjax.types import Array, Committed, Drafter, KVCache, Model, Proposal, PyTree, Sampling, Sparse, Text, Window
@@ -91,18 +91,18 @@ def prefill(
         start = i * chunk
         tokens = lax.dynamic_slice_in_dim(text.tokens, start, chunk, axis=1)
         positions = jnp.broadcast_to((start + jnp.arange(chunk, dtype=jnp.int32))[None], (batch, chunk))
-        out = model.apply(params, tokens, _inside(model, positions), None, cache, feature_layers=drafter.feature_layers)
+        out = model.apply(params, tokens, inside(model, positions), None, cache, feature_layers=drafter.feature_layers)
         lengths = jnp.minimum(text.prompt_lengths - 1, start + chunk)
         features = jnp.concatenate([previous, out.features[:, :-1]], axis=1)  # token i is predicted by feature i - 1
         count = jnp.clip(text.prompt_lengths - start, 0, chunk)
         real = jnp.arange(chunk)[None] < count[:, None]
         begins = jnp.full(batch, start, jnp.int32)
-        window = _window(drafter, tokens, None, real, begins, out.logits) if drafter.prompt_window else None
+        window = window_seen(drafter, tokens, None, real, begins, out.logits) if drafter.prompt_window else None
         committed = Committed(tokens, features, count, begins, window)
         state = drafter.observe(drafter.params, state, committed)
         return out.cache._replace(lengths=lengths), state, out.features[:, -1:]
 
-    features = _feature_shape(model, params, drafter, cache)
+    features = feature_shape(model, params, drafter, cache)
     carry = (cache, state, jnp.zeros((batch, 1, features.shape[-1]), features.dtype))
     cache, state, _ = lax.fori_loop(0, -(-width // chunk), read, carry)
     counts = Counts.zeros(batch, drafter.num_draft_tokens)
@@ -110,7 +110,7 @@ def prefill(
     return sharding.settled(model.layout, state)
 
 
-def _window(drafter: Drafter, tokens: Array, parents, valid: Array, start: Array, logits: Array) -> Window | None:
+def window_seen(drafter: Drafter, tokens: Array, parents, valid: Array, start: Array, logits: Array) -> Window | None:
     """What the target would say after each row, for a drafter that asks."""
     if not drafter.window_top:
         return None
@@ -131,12 +131,13 @@ def _check_cache(cache: KVCache, batch: int, capacity: int) -> None:
             )
 
 
-def _inside(model: Model, positions: Array) -> Array:
+def inside(model: Model, positions: Array) -> Array:
     """A chunk or window may end past the context; nothing there is ever kept, but a table must not be read there."""
     return positions if model.context_length is None else jnp.minimum(positions, model.context_length - 1)
 
 
-def _feature_shape(model: Model, params: PyTree, drafter: Drafter, cache: KVCache):
+def feature_shape(model: Model, params: PyTree, drafter: Drafter, cache: KVCache) -> jax.ShapeDtypeStruct:
+    """Of what the drafter reads of one row of a window, [B, 1, E]."""
     tokens = jnp.zeros((cache.lengths.shape[0], 1), jnp.int32)
     out = jax.eval_shape(
         lambda *args: model.apply(*args, None, cache, feature_layers=drafter.feature_layers), params, tokens, tokens
@@ -174,8 +175,10 @@ def round(
     state = state._replace(drafter=drafter_state)
 
     def finish_with(nodes, state, proposal):
-        return _verify_accept_commit(model, params, drafter, rule, state, _first(proposal, nodes), sampling, limits,
-                                     num_nodes, logprobs)
+        part = first_nodes(proposal, nodes)
+        return _verify_accept_commit(
+            model, params, drafter, rule, state, part, sampling, limits, num_nodes, logprobs
+        )
 
     widths = [*(w for w in drafter.widths if w < num_nodes), num_nodes]
     if len(widths) == 1:
@@ -196,17 +199,6 @@ def once(flag: Array, fn: Callable[[PyTree], PyTree], carry: PyTree) -> PyTree:
     return lax.while_loop(lambda c: c[0], lambda c: (jnp.zeros_like(flag), fn(c[1])), (flag, carry))[1]
 
 
-def _first(proposal: Proposal, nodes: int) -> Proposal:
-    """The first ``nodes`` nodes: a chain's prefix, or a tree's, since parents come before children."""
-    probs = proposal.probs
-    if isinstance(probs, Sparse):
-        probs = Sparse(probs.ids if probs.ids.ndim == 1 else probs.ids[:, :nodes], probs.probs[:, :nodes])
-    elif probs is not None:
-        probs = probs[:, :nodes]
-    parents = None if proposal.parents is None or not nodes else proposal.parents[..., :nodes]
-    return Proposal(proposal.tokens[:, :nodes], probs, parents, proposal.valid[:, :nodes])
-
-
 def _verify_accept_commit(
     model: Model, params: PyTree, drafter: Drafter, rule: Rule, state: State, proposal: Proposal, sampling: Sampling,
     limits: Limits, widest: int, logprobs: bool,
@@ -221,7 +213,7 @@ def _verify_accept_commit(
     mask = tree.window_mask(proposal.parents, num_nodes)
     positions = pending_at[:, None] + jnp.atleast_2d(tree.depths(proposal.parents, num_nodes))
     out = model.apply(
-        params, window, _inside(model, positions), None if proposal.parents is None else jnp.asarray(mask), state.cache,
+        params, window, inside(model, positions), None if proposal.parents is None else jnp.asarray(mask), state.cache,
         feature_layers=drafter.feature_layers,
     )  # fmt: skip
     chex.assert_shape(out.logits, (batch, 1 + num_nodes, model.vocab_size))
@@ -243,7 +235,7 @@ def _verify_accept_commit(
     finish = jnp.where(state.finish == RUNNING, finish, state.finish)
     features = jnp.take_along_axis(out.features, path[:, :, None], axis=1)
     judged = jnp.concatenate([jnp.ones((batch, 1), bool), proposal.valid], axis=1)
-    seen_window = _window(
+    seen_window = window_seen(
         drafter, window, proposal.parents, judged & (state.finish == RUNNING)[:, None], pending_at, out.logits
     )
     committed = Committed(tokens, features, count, text.lengths, seen_window)
@@ -280,7 +272,7 @@ def _cut(state: State, sampling: Sampling, limits: Limits, tokens: Array, count:
     """How many of ``tokens [B, T]`` the row keeps, and why it ends, if it does."""
     text = state.text
     left = limits.max_new_tokens - (text.lengths - text.prompt_lengths)
-    stops = _stops(text, sampling.eos_ids, limits.stop_sequences, tokens)
+    stops = stops_of(text, sampling.eos_ids, limits.stop_sequences, tokens)
     width = tokens.shape[1]
     first = jnp.min(jnp.where(stops, jnp.arange(width, dtype=jnp.int32)[None], width), axis=1)
     kept = jnp.minimum(jnp.minimum(count, first + 1), left)
@@ -290,7 +282,7 @@ def _cut(state: State, sampling: Sampling, limits: Limits, tokens: Array, count:
     return kept, jnp.where(stopped, STOP, finish)
 
 
-def _stops(text: Text, eos_ids: Array, sequences: Array, tokens: Array) -> Array:
+def stops_of(text: Text, eos_ids: Array, sequences: Array, tokens: Array) -> Array:
     """[B, T] bool: the text, its generated part, ends with an eos id or a stop sequence after this token."""
     ends = jnp.any(tokens[:, :, None] == eos_ids[None, None], axis=-1)  # padding is -1, no token
     width = sequences.shape[1]

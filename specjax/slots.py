@@ -22,12 +22,12 @@ from specjax.round import (
     STOP,
     Limits,
     State,
-    _feature_shape,
-    _inside,
-    _stops,
-    _window,
+    feature_shape,
+    inside,
     round,
+    stops_of,
     truncate,
+    window_seen,
 )
 from specjax.stats import Counts
 from specjax.types import Array, Committed, Drafter, PyTree, Sampling, Text
@@ -69,7 +69,7 @@ def begin(program: Program, weights: Weights, text: Text, key_data: Array) -> Re
     """The state before the first chunk, for `Program.prefill`'s part of a program."""
     drafter, (batch, capacity) = _drafter(program, weights), text.tokens.shape
     cache = program.model.init_cache(batch, capacity)
-    shape = _feature_shape(program.model, weights.target, drafter, cache)
+    shape = feature_shape(program.model, weights.target, drafter, cache)
     state = State(
         text, cache, drafter.init(drafter.params, batch, capacity), jax.random.wrap_key_data(key_data),
         jnp.full(batch, RUNNING, jnp.int32), Counts.zeros(batch, drafter.num_draft_tokens),
@@ -87,14 +87,14 @@ def read(program: Program, weights: Weights, reading: Reading, index: Array, *, 
     tokens = lax.dynamic_slice_in_dim(text.tokens, start, chunk, axis=1)
     positions = jnp.broadcast_to((start + jnp.arange(chunk, dtype=jnp.int32))[None], (batch, chunk))
     out = model.apply(
-        weights.target, tokens, _inside(model, positions), None, state.cache, feature_layers=drafter.feature_layers
+        weights.target, tokens, inside(model, positions), None, state.cache, feature_layers=drafter.feature_layers
     )
     lengths = jnp.minimum(text.prompt_lengths - 1, start + chunk)
     features = jnp.concatenate([previous, out.features[:, :-1]], axis=1)
     count = jnp.clip(text.prompt_lengths - start, 0, chunk)
     begins = jnp.broadcast_to(start, (batch,)).astype(jnp.int32)
     real = jnp.arange(chunk)[None] < count[:, None]
-    window = _window(drafter, tokens, None, real, begins, out.logits) if drafter.prompt_window else None
+    window = window_seen(drafter, tokens, None, real, begins, out.logits) if drafter.prompt_window else None
     seen = drafter.observe(drafter.params, state.drafter, Committed(tokens, features, count, begins, window))
     state = state._replace(cache=out.cache._replace(lengths=lengths), drafter=seen)
     return Reading(sharding.settled(model.layout, state), out.features[:, -1:])
@@ -184,7 +184,7 @@ def _shortened(drafter: Drafter, left: Array, ends: Array) -> Drafter:
 
 
 def _row_stops(text: Text, eos_ids: Array, sequences: Array, tokens: Array) -> Array:
-    return _stops(jax.tree.map(lambda x: x[None], text), eos_ids, sequences, tokens[None])[0]
+    return stops_of(jax.tree.map(lambda x: x[None], text), eos_ids, sequences, tokens[None])[0]
 
 
 def _cut(before: Counts, after: Counts, count: Array) -> Counts:

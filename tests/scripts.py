@@ -5,6 +5,7 @@ import importlib
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -33,3 +34,15 @@ def refusal(parse: Any, line: list[str], capsys: Any) -> str:
         parse(line)
     assert error.value.code == 2
     return capsys.readouterr().err.splitlines()[-1]
+
+
+BENCH = ("bench", "bench_options", "bench_runs", "bench_parts", "bench_stats", "bench_report", "bench_plots",
+         "bench_peer", "draft_sources", "script_tools", "generate_options")  # fmt: skip
+
+
+@contextlib.contextmanager
+def bench() -> Iterator[SimpleNamespace]:
+    """The modules of bench.py by their name without "bench_"; itself is ``main``."""
+    with imported(*BENCH) as modules:
+        found = {name.removeprefix("bench_"): module for name, module in zip(BENCH, modules, strict=True)}
+        yield SimpleNamespace(main=found.pop("bench"), **found)

@@ -6,6 +6,7 @@ import pytest
 
 import specjax
 from specjax import Proposal, Sparse, accept
+from tests.accept_world import decide, rows_of
 
 TOKENS, VALID = np.array([[1, 2]]), np.ones((1, 2), bool)
 LAW = np.full((1, 3, 4), 0.25, np.float32)
@@ -65,3 +66,31 @@ def test_what_does_not_belong_together_is_refused_by_name(change, words):
     } | change  # fmt: skip
     with pytest.raises((ValueError, AssertionError), match=words):
         accept(**given)
+
+
+def test_block_refuses_trees_and_unknown_rules_are_named():
+    proposal, target = rows_of([0, 1], None, np.full((3, 2), 0.5), parents=[-1, -1])
+    with pytest.raises(ValueError, match="tree"):
+        decide("block", proposal, target)
+    with pytest.raises(ValueError, match="'greedy'"):
+        accept("greedy", specjax.row_keys([0]), proposal, target)
+
+
+@pytest.mark.parametrize("parents", [[1, -1], [0, -1], [-1, 2], [-1, -2]])
+def test_case_89_malformed_topologies_are_refused(parents):
+    proposal, target = rows_of([0, 1], None, np.full((3, 2), 0.5), parents=parents)
+    with pytest.raises(ValueError, match="parent"):
+        accept("rejection", specjax.row_keys([0]), proposal, target)
+
+
+def test_keys_of_another_kind_are_refused():
+    proposal, target = rows_of([0], None, np.full((2, 2), 0.5))
+    for keys in (jax.random.split(jax.random.key(0, impl="rbg"), 1), jax.random.split(jax.random.PRNGKey(0), 1)):
+        with pytest.raises(ValueError, match="threefry"):
+            accept("rejection", keys, proposal, target)
+
+
+def test_wrong_shapes_are_refused_at_trace_time():
+    proposal, target = rows_of([0, 1], None, np.full((2, 2), 0.5))
+    with pytest.raises(AssertionError):
+        decide("rejection", proposal, target)
