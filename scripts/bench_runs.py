@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from script_tools import measured
 
 from specjax import loop, parity, request
 
@@ -86,7 +87,8 @@ def make(
     made = request.make(
         lm, group.ids, drafter=drafter, rule=rule, max_new_tokens=how.max_new_tokens, temperature=law.temperature,
         top_p=law.top_p if law.temperature else 1.0, seed=[how.seed + i for i in group.prompts],
-        eos_ids=[] if how.ignore_eos else None, adaptive=adaptive,
+        eos_ids=[] if how.ignore_eos else None,
+        adaptive=measured(lm, drafter, len(group.ids)) if adaptive else False,
     )  # fmt: skip
     if made is None or made.host is not None:
         raise ValueError("a drafter that drafts on the host has no rounds to be timed: leave it out")

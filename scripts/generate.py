@@ -21,7 +21,7 @@ import time
 import devices
 import draft_sources
 from generate_options import check_ranges, options, parse, read_prompts
-from script_tools import keep_programs, progress, run_script
+from script_tools import keep_programs, measured, progress, run_script
 
 
 def report(tau: float | None, acceptance_rate: float | None, alpha: float | None) -> str:
@@ -220,6 +220,9 @@ def work(args: argparse.Namespace) -> None:
     drafter = draft_sources.build(args, lm)
     if mesh is not None and drafter is not None:
         drafter = sharding.place_drafter(mesh, drafter)
+    if args.adaptive and drafter is not None:
+        alone = args.compare or not args.json  # a prompt at a time
+        args.adaptive = measured(lm, drafter, 1 if alone else len(prompts) * args.n)
     if args.compare:
         result = compare(lm, prompts, drafter, args)
         if args.json:

@@ -59,6 +59,19 @@ def check_lengths(texts: Sequence[Sequence[int]], max_new_tokens: int, *parts: A
             )
 
 
+def measured(lm: Any, drafter: Any, batch: int) -> Any:
+    """The policy of ``adaptive=True`` with the costs of this machine; says so when they are measured, which is once."""
+    import specjax
+
+    def tell(done: int, programs: int) -> None:
+        words = "measuring what rounds cost here, once for this model, drafter and batch"
+        progress(f"{words}: compiling {programs} programs, minutes on a CPU; {done} done", line=not done)
+
+    costs = specjax.theory.cost_model(lm, drafter, batch=batch, progress=tell)
+    progress("")
+    return specjax.Adaptive(costs=costs)
+
+
 def keep_programs() -> None:
     """What is compiled is found again by the next run."""
     from specjax.models.fetch import cache_dir

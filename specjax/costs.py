@@ -105,9 +105,18 @@ def _checked(costs: CostModel) -> CostModel:
 
 
 def cost_model(
-    lm: LanguageModel, drafter: Drafter, *, batch: int = 1, sizes: Sequence[int] | None = None, refresh: bool = False
+    lm: LanguageModel,
+    drafter: Drafter,
+    *,
+    batch: int = 1,
+    sizes: Sequence[int] | None = None,
+    refresh: bool = False,
+    progress: Callable[[int, int], Any] | None = None,
 ) -> CostModel:
-    """Measures the target's windows and the drafter on this machine, once; compiling them takes most of the time.
+    """Measures the target's windows and the drafter on this machine, once.
+
+    Two programs are compiled for each size, which takes most of the time: seconds for a small model, minutes for one of
+    many layers on a CPU. Measuring itself takes some passes of each.
 
     The result is kept in specjax's cache directory (``$SPECJAX_CACHE``) by model, dtype, devices, batch, drafter and
     version of jax. Accept rules and samplers are not measured.
@@ -117,6 +126,8 @@ def cost_model(
       batch: rows B.
       sizes: numbers of draft tokens to measure, besides 0. None: 1, 2, 4, .. and the drafter's own.
       refresh: measure again.
+      progress: called with (programs compiled, programs) while they are, from (0, programs) on; not where the costs
+        are known.
 
     Raises:
       ValueError: no model, no drafter or one for another target, sizes out of the drafter's range, batch no whole
@@ -138,7 +149,7 @@ def cost_model(
     found = None if refresh else _read(path, wanted)
     known = processes.each(int(found is not None))
     if found is None or not all(known):  # all measure together, or none
-        found = _measure(lm, drafter, batch, wanted)
+        found = _measure(lm, drafter, batch, wanted, progress)
         _write(path, found)
     return _agreed(found)
 
@@ -153,13 +164,17 @@ def _agreed(costs: CostModel) -> CostModel:
     return costs._replace(verify=tuple(verify.tolist()), draft=tuple(draft.tolist()))
 
 
-def _measure(lm: LanguageModel, drafter: Drafter, batch: int, sizes: tuple[int, ...]) -> CostModel:
+def _measure(
+    lm: LanguageModel, drafter: Drafter, batch: int, sizes: tuple[int, ...], progress: Callable[[int, int], Any] | None
+) -> CostModel:
     """Medians of measurements taken in turn, so that a slow moment of the machine meets all of them."""
     calls = [_reader(lm, drafter, batch, size) for size in sizes]
     calls += [_draftsman(lm, drafter, batch, size) for size in sizes]
     times = np.zeros((REPEATS, len(calls)))
     for repeat in range(-1, REPEATS):  # the first time compiles
         for i, call in enumerate(calls):
+            if progress is not None and repeat < 0:
+                progress(i, len(calls))
             begin = time.perf_counter()
             jax.block_until_ready(call())
             times[max(repeat, 0), i] = time.perf_counter() - begin

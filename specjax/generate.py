@@ -67,9 +67,9 @@ def generate(
         at once.
       adaptive: choose the number of draft tokens before every round, for the whole batch, from past rounds: True or
         `specjax.Adaptive` by measured costs, decoding plainly where drafts do not pay; `specjax.Heuristic` and
-        `specjax.Fixed` to compare. The first use with a model, drafter and batch measures costs for some seconds, see
-        `specjax.theory.cost_model`. Laws do not change; under "rejection" and "block" draws may. Not with slots, nor
-        with drafters that need Python.
+        `specjax.Fixed` to compare. The first use with a model, drafter and batch size on a machine compiles what is
+        measured, seconds for a small model, minutes for one of many layers on a CPU: see `specjax.theory.cost_model`.
+        Laws do not change; under "rejection" and "block" draws may. Not with slots, nor with drafters that need Python.
       **sampling: temperature (default 0, greedy), top_k, top_p, min_p, repetition_penalty, presence_penalty,
         frequency_penalty, logit_bias, banned_tokens, min_new_tokens; each one value, or one per prompt. See
         `specjax.make_sampling`. The same law holds with and without a drafter.

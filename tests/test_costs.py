@@ -43,15 +43,18 @@ def test_the_best_number_of_draft_tokens_is_that_of_the_most_expected_tokens_per
 def test_costs_are_measured_once_and_kept_by_what_they_depend_on(tmp_path, monkeypatch):
     monkeypatch.setenv("SPECJAX_CACHE", str(tmp_path))
     costs = importlib.import_module("specjax.costs")
-    calls, clock = [], itertools.count()
+    calls, clock, told = [], itertools.count(), []
 
-    def measure(lm, drafter, batch, sizes):
+    def measure(lm, drafter, batch, sizes, progress):
         calls.append((batch, sizes))
+        if progress is not None:
+            progress(0, 2 * len(sizes))
         return CostModel(sizes, tuple(1.0 + size + next(clock) for size in sizes), tuple(0.5 for _ in sizes))
 
     monkeypatch.setattr(costs, "_measure", measure)
-    first = cost_model(target(), draft_source("ngram", 4), sizes=(4, 2))
-    assert cost_model(target(), draft_source("ngram", 4), sizes=(0, 2, 4)) == first and len(calls) == 1
+    first = cost_model(target(), draft_source("ngram", 4), sizes=(4, 2), progress=lambda *at: told.append(at))
+    options = {"sizes": (0, 2, 4), "progress": lambda *at: told.append(at)}
+    assert cost_model(target(), draft_source("ngram", 4), **options) == first and len(calls) == 1 == len(told)
     (file,) = (tmp_path / "costs").iterdir()
     file.write_text(json.dumps({"verify": [1.0], "draft": "?"}))  # half of something else
     again = cost_model(target(), draft_source("ngram", 4), sizes=(2, 4))

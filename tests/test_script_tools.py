@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from specjax import Adaptive, theory
 from tests import scripts
 
 
@@ -82,3 +83,18 @@ def test_scripts_say_that_they_were_interrupted(name, monkeypatch, capsys):
         with pytest.raises(SystemExit) as ended:
             module.main()
     assert ended.value.code == 130 and capsys.readouterr().err == "\ninterrupted\n"
+
+
+def test_measuring_costs_is_said_once_where_nobody_watches(tools, monkeypatch, capsys):
+    costs = theory.CostModel((0, 2), (1.0, 1.0), (0.0, 0.0))
+
+    def cost_model(lm, drafter, batch, progress):
+        assert (lm, drafter, batch) == ("lm", "drafter", 3)
+        for done in range(4):
+            progress(done, 4)
+        return costs
+
+    monkeypatch.setattr(theory, "cost_model", cost_model)
+    assert tools.measured("lm", "drafter", 3) == Adaptive(costs=costs)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("measuring what rounds cost here, once") and "compiling 4 programs" in line
