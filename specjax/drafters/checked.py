@@ -1,10 +1,10 @@
-"""The first look at what was given as a drafter."""
+"""The first look at what was given: a drafter, or a draft model and its target."""
 
 import inspect
 from typing import Any
 
-from specjax.models.language_model import LanguageModel
-from specjax.static import show
+from specjax.models.language_model import LanguageModel, checked
+from specjax.static import show, whole
 from specjax.types import Drafter
 
 LONGEST_WINDOW = 65536  # tokens per forward pass: a prefill chunk or a window of draft tokens
@@ -35,3 +35,26 @@ def checked_drafter(drafter: Any, lm: LanguageModel, otherwise: str = "") -> Dra
     else:
         remedy = f"give a drafter such as specjax.drafters.ngram(){otherwise}"
     raise ValueError(f"drafter={shown}: {remedy}")
+
+
+def checked_pair(
+    draft: Any, target: Any, num_draft_tokens: Any, coupled: Any, max_length: Any
+) -> tuple[LanguageModel, LanguageModel, int]:
+    """Both models, and the number of draft tokens.
+
+    Raises:
+      ValueError: no language models, no whole numbers, or a draft model whose context is shorter than texts may be.
+    """
+    draft, target = checked("draft", draft), checked("target", target)
+    num_draft_tokens = whole("num_draft_tokens", num_draft_tokens, 1, "; drafter=None decodes plainly")
+    if not isinstance(coupled, bool):
+        raise ValueError(f"coupled={show(coupled)}: must be True or False")
+    if max_length is not None:
+        max_length = whole("max_length", max_length, 1, "; None is the target's context")
+    longest, context = max_length or target.model.context_length, draft.model.context_length
+    if longest is not None and context is not None and context < longest:
+        raise ValueError(
+            f"the draft model's context is {context} tokens and texts may have {longest}: "
+            f"pass max_length={context} if yours are no longer than that"
+        )
+    return draft, target, num_draft_tokens

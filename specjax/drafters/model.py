@@ -9,9 +9,10 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax import lax
 
-from specjax.models.language_model import LanguageModel, checked
+from specjax.drafters.checked import checked_pair
+from specjax.models.language_model import LanguageModel
 from specjax.noise import Role, at, inverse_cdf, target_draw, uniform
-from specjax.static import bind, show, whole
+from specjax.static import bind
 from specjax.types import Array, Committed, Drafter, KVCache, Model, Proposal, PyTree, Sampling, Text
 from specjax.warp import warp
 
@@ -42,12 +43,7 @@ def model(
       ValueError: different vocabularies or tokenizers, or a draft context shorter than max_length; names both facts.
         An argument that is no language model, or no whole number.
     """
-    draft, target = checked("draft", draft), checked("target", target)
-    num_draft_tokens = whole("num_draft_tokens", num_draft_tokens, 1, "; drafter=None decodes plainly")
-    if not isinstance(coupled, bool):
-        raise ValueError(f"coupled={show(coupled)}: must be True or False")
-    if max_length is not None:
-        max_length = whole("max_length", max_length, 1, "; None is the target's context")
+    draft, target, num_draft_tokens = checked_pair(draft, target, num_draft_tokens, coupled, max_length)
     if draft.model.vocab_size != target.model.vocab_size:
         raise ValueError(
             f"the draft model has {draft.model.vocab_size} tokens and the target {target.model.vocab_size}: "
@@ -59,12 +55,6 @@ def model(
             raise ValueError(
                 f"draft and target tokenizers differ ({difference}): both must have the same vocabulary; {_REMEDY}"
             )
-    longest, context = max_length or target.model.context_length, draft.model.context_length
-    if longest is not None and context is not None and context < longest:
-        raise ValueError(
-            f"the draft model's context is {context} tokens and texts may have {longest}: "
-            f"pass max_length={context} if yours are no longer than that"
-        )
     return Drafter(
         params=draft.params,
         init=bind(_init, draft.model),
@@ -72,7 +62,7 @@ def model(
         draft=bind(_draft, draft.model, coupled),
         num_draft_tokens=num_draft_tokens,
         default_rule="match" if coupled else "rejection",
-        context_length=context,
+        context_length=draft.model.context_length,
         vocab_size=target.model.vocab_size,
     )
 

@@ -18,9 +18,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from specjax.models.language_model import LanguageModel, checked
+from specjax.drafters.checked import checked_pair
+from specjax.models.language_model import LanguageModel
 from specjax.noise import Role, argmax, at, gumbel, inverse_cdf, uniform
-from specjax.static import bind, show, whole
+from specjax.static import bind
 from specjax.types import Array, Committed, Drafter, KVCache, Model, Proposal, PyTree, Sampling, Sparse, Text
 from specjax.warp import warp
 
@@ -80,18 +81,7 @@ def translate(
       ValueError: a model without a tokenizer that tells the bytes of its tokens; two vocabularies without a common
         piece of text; a draft context shorter than max_length. An argument that is no language model or whole number.
     """
-    draft, target = checked("draft", draft), checked("target", target)
-    num_draft_tokens = whole("num_draft_tokens", num_draft_tokens, 1, "; drafter=None decodes plainly")
-    if not isinstance(coupled, bool):
-        raise ValueError(f"coupled={show(coupled)}: must be True or False")
-    if max_length is not None:
-        max_length = whole("max_length", max_length, 1, "; None is the target's context")
-    longest, context = max_length or target.model.context_length, draft.model.context_length
-    if longest is not None and context is not None and context < longest:
-        raise ValueError(
-            f"the draft model's context is {context} tokens and texts may have {longest}: "
-            f"pass max_length={context} if yours are no longer than that"
-        )
+    draft, target, num_draft_tokens = checked_pair(draft, target, num_draft_tokens, coupled, max_length)
     vocabularies = compare(draft, target)
     settings = _Settings(
         target_size=target.model.vocab_size,
@@ -106,7 +96,7 @@ def translate(
         draft=bind(_draft, draft.model, settings),
         num_draft_tokens=num_draft_tokens,
         default_rule="match" if coupled else "rejection",
-        context_length=context,
+        context_length=draft.model.context_length,
         vocab_size=target.model.vocab_size,
     )
 

@@ -14,7 +14,7 @@ from specjax.drafters.suffix import suffix
 from specjax.loop import compiled_programs
 from specjax.static import bind
 from tests.doubles import hash_lm, sampled
-from tests.exactness.harness import assert_law, emit, histogram, target_laws
+from tests.exactness.harness import assert_hash_law
 from tests.oracle.hashlm import HashConfig
 from tests.oracle.warp import Options
 from tests.small import PROMPTS, V, advance, begin, close, padded, run, target
@@ -224,13 +224,7 @@ PROGRAMS = [
 @pytest.mark.parametrize(("form", "rule"), PROGRAMS)
 def test_four_tokens_follow_the_law_of_plain_decoding(form, rule):
     """Cases 87 and 97: looked-up nodes beside drawn ones, and merged ones that say the same."""
-    prompt, drafter = (1, 2, 0, 1), FORMS[form]()
-
-    def sample(seed):
-        tokens, _ = emit(MODEL, PARAMS, drafter, rule, OPTIONS, 4, 5000, seed, prompts=[prompt] * 3)
-        return np.stack([histogram(rows, 3) for rows in tokens])
-
-    assert_law(sample, target_laws(HashConfig(3), 0, OPTIONS, 4, prompt), OPTIONS)
+    assert_hash_law(MODEL, PARAMS, FORMS[form](), rule, OPTIONS, (1, 2, 0, 1))
 
 
 def test_parts_that_do_not_go_together_are_refused():

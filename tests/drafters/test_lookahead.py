@@ -14,7 +14,7 @@ from specjax.drafters.lookahead import EMPTY, lookahead
 from specjax.loop import compiled_programs
 from specjax.types import Committed
 from tests.doubles import hash_lm
-from tests.exactness.harness import assert_law, emit, histogram, target_laws
+from tests.exactness.harness import assert_hash_law
 from tests.oracle.hashlm import HashConfig
 from tests.oracle.warp import Options
 from tests.small import PROMPTS, V, advance, begin, dictated, logits_of, padded, position_lm, run, target
@@ -226,13 +226,7 @@ PROGRAMS = [
 @pytest.mark.parametrize(("form", "rule"), PROGRAMS)
 def test_four_tokens_follow_the_law_of_plain_decoding(form, rule):
     """Cases 87 and 97: whatever is in the pool, candidates are point masses and guesses are not judged."""
-    prompt, drafter = (1, 2, 0, 1), FORMS[form]()
-
-    def sample(seed):
-        tokens, _ = emit(MODEL, PARAMS, drafter, rule, OPTIONS, 4, 5000, seed, prompts=[prompt] * 3)
-        return np.stack([histogram(rows, 3) for rows in tokens])
-
-    assert_law(sample, target_laws(HashConfig(3), 0, OPTIONS, 4, prompt), OPTIONS)
+    assert_hash_law(MODEL, PARAMS, FORMS[form](), rule, OPTIONS, (1, 2, 0, 1))
 
 
 def test_settings_that_make_no_sense_are_refused():

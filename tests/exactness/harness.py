@@ -117,3 +117,13 @@ def target_laws(config: HashConfig, seed: int, options: Sequence[Options], lengt
         padded(joint(warped(lambda text: hash_logits(config, params, text)[-1], option, prompt), length))
         for option in options
     ]
+
+
+def assert_hash_law(model: Model, params, drafter: Drafter, rule: str, options: Sequence[Options], prompt) -> None:
+    """Four tokens behind ``prompt`` follow the law of plain decoding, for the target ``hash_lm(HashConfig(3), seed=0)``
+    under each of the options."""
+    def sample(seed):
+        tokens, _ = emit(model, params, drafter, rule, options, 4, 5000, seed, prompts=[prompt] * len(options))
+        return np.stack([histogram(rows, 3) for rows in tokens])
+
+    assert_law(sample, target_laws(HashConfig(3), 0, options, 4, prompt), options)
