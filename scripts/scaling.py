@@ -36,6 +36,7 @@ class Slice(NamedTuple):
     target: str
     topology: str
     data: int
+    drafters: tuple[str, ...]  # besides lookups; the chips must divide their heads
     quantization: str = ""
     counts_of: str = ""  # topology that is compiled for, if the counts are the same
 
@@ -50,10 +51,9 @@ class Slice(NamedTuple):
 
 
 SLICES = (
-    Slice("llama3-8b", "v5e:2x4", 1),
-    Slice("llama3-8b", "v6e:2x4", 1, counts_of="v5e:2x4"),
-    Slice("llama3-70b", "v5e:8x8", 1),
-    Slice("llama3-70b", "v5e:8x8", 8, "int8"),
+    Slice("llama3-8b", "v5e:2x4", 1, ("eagle3", "llama3-1b")),
+    Slice("llama3-8b", "v6e:2x4", 1, ("eagle3", "llama3-1b"), counts_of="v5e:2x4"),
+    Slice("llama3-70b", "v5e:8x8", 1, ("eagle3",)),
 )
 
 
@@ -88,7 +88,7 @@ def compiled(where: Slice) -> Counts:
     compiler = compiler_of(where)
     target = Pair(compiler.cost("round", 0, SMALL), compiler.cost("round", WIDTH - 1, LARGE), WIDTH)
     steps = {}
-    for kind in ALPHA:
+    for kind in where.drafters:
         small, large = (compiler.draft(kind, 1, rows) for rows in (SMALL, LARGE))
         if small and large:
             steps[kind] = Pair(small, large, 1)
@@ -143,6 +143,14 @@ def best(counts: Counts, chip: Chip, kind: str, rows: int, alpha: float) -> Best
 def table(where: Slice, counts: Counts, alphas: dict[str, float]) -> None:
     chip = CHIPS[where.topology.split(":")[0]]
     print(f"\n### {where.name}, mesh {where.data},{where.chips // where.data}\n")
+    for what, cost in (
+        (f"plain step of {SMALL} rows", counts.target.small),
+        (f"verification of {WIDTH} tokens in {LARGE} rows", counts.target.large),
+        *((f"{kind} step of {SMALL} rows", pair.small) for kind, pair in counts.drafters.items()),
+    ):
+        flops, read, links = (1e3 * part for part in chip.parts(cost))
+        print(f"- {what}: {flops:.2f} ms of FLOPs, {read:.2f} of reading, {links:.2f} of links")
+    print()
     names = " | ".join(f"{kind}: K | tokens/s | speed-up" for kind in alphas)
     print(f"| batch | plain tokens/s | a chip | verify 5/plain | {names} | most a chip |")
     print("|---" * (5 + 3 * len(alphas)) + "|")
@@ -193,7 +201,7 @@ def main(argv=None):
     for where in SLICES:
         if args.target in (None, where.target):
             counts = counted(where, args.counts)
-            table(where, counts, args.alpha)
+            table(where, counts, {kind: args.alpha[kind] for kind in (*where.drafters, "lookup")})
             if args.check and not where.counts_of:
                 print("\n" + check(where, counts))
 

@@ -37,9 +37,13 @@ class Chip(NamedTuple):
     links: float  # inter-chip bandwidth, bytes per second, all links together
     memory: float  # bytes
 
-    def seconds(self, cost: Cost) -> float:
+    def parts(self, cost: Cost) -> tuple[float, float, float]:
+        """Seconds of FLOPs, of reading and of the links."""
         links = sum((1 + (kind == "all-reduce")) * size for kind, size in cost.collectives.items())
-        return max(cost.flops / self.flops, cost.bytes / self.bytes, links / self.links)
+        return cost.flops / self.flops, cost.bytes / self.bytes, links / self.links
+
+    def seconds(self, cost: Cost) -> float:
+        return max(self.parts(cost))
 
 
 CHIPS = {"v5e": Chip(197e12, 819e9, 200e9, 16 * 2**30), "v6e": Chip(918e12, 1640e9, 448e9, 32 * 2**30)}
