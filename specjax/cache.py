@@ -57,8 +57,12 @@ def write(layer: Array, window: Array, lengths: Array, index: Array | None = Non
         # layer must be copied. A second row, past the end, keeps it a scatter, in place.
         slots = jnp.concatenate([slots, slots + layer.shape[-2]], axis=1)
         window = jnp.concatenate([window, window], axis=1)
-    at = (rows, slice(None), slots) if index is None else (index, rows, slice(None), slots)
-    return layer.at[at].set(window.astype(layer.dtype), mode="drop")
+    # One update per head, though a slice would say the same: for a slice over the heads the TPU's compiler puts slots
+    # before heads, and turns every layer around at the edges of a loop and for every product.
+    heads = jnp.arange(layer.shape[-3])[None, :, None]
+    at = (rows[:, None], heads, slots[:, None]) if index is None else (index, rows[:, None], heads, slots[:, None])
+    window = jnp.swapaxes(window, 1, 2).astype(layer.dtype)
+    return layer.at[at].set(window, mode="drop", indices_are_sorted=True, unique_indices=True)
 
 
 @jax.custom_jvp
