@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import specjax
+from specjax import sharding
 from specjax.train import data, features, generate, packing, sources, tables, texts
 from specjax.types import Sampling
 from tests.models import tiny
@@ -68,6 +69,14 @@ def test_greedy_answers_are_those_of_generate(target, answered):
     expected = specjax.generate(target, given, max_new_tokens=12).tokens
     assert [text.tokens[text.start :].tolist() for text in found] == [list(answer) for answer in expected]
     assert {len(text.tokens) for text in found} != {max(len(text.tokens) for text in found)}
+
+
+def test_a_target_on_a_mesh_is_refused(target, tmp_path):
+    placed = target._replace(model=sharding.on_mesh(sharding.make_mesh(2, 2), target.model))
+    for call in (lambda: write(placed, tmp_path / "c"), lambda: generate.converse(placed, [])):
+        with pytest.raises(ValueError, match="target lies on a mesh, and text is written on one device: load"):
+            call()
+    assert not (tmp_path / "c").exists()
 
 
 def test_every_prompt_is_answered_once_through_the_chat_template(target, prompts, answered):

@@ -110,11 +110,7 @@ def write_corpus(
         `specjax.train.sources.ready` and `specjax.train.generate.converse` refuse.
     """
     target, directory = checked("target", target), pathlib.Path(directory)
-    if jax.process_count() > 1 and target.model.layout is not None:
-        raise ValueError(
-            "target lies on a mesh: of several processes each writes its share with a target on one of its own devices; "
-            "load it without a mesh, or write in one process"
-        )
+    generate.refuse_mesh(target)
     tokens, shard_size = whole("tokens", tokens, 1), whole("shard_size", shard_size, 1)
     seed = whole("seed", seed, 0)
     plan = sources.ready(sources.SelfSynthesis() if source is None else source, target, seed, slots)

@@ -102,13 +102,23 @@ def converse(
       steps: tokens per slot between two looks from Python.
 
     Raises:
-      ValueError: a plan that does not fit; logits that are not finite.
+      ValueError: a target on a mesh; a plan that does not fit; logits that are not finite.
     """
+    refuse_mesh(target)
     batch, slots, steps = whole("batch", batch, 1), whole("slots", slots, 2), whole("steps", steps, 1)
     limit = target.model.context_length
     if limit is not None and slots > limit:
         raise ValueError(f"slots={slots}: the target was made for {limit} positions")
     return _converse(target, iter(plans), tuple(opening), tuple(middle), answer, seed, batch, slots, steps)
+
+
+def refuse_mesh(target: LanguageModel) -> None:
+    """Text is written on one device: by several processes each with a target of its own."""
+    if target.model.layout is not None:
+        raise ValueError(
+            "target lies on a mesh, and text is written on one device: load it without a mesh; of several processes "
+            "each writes its share"
+        )
 
 
 def _converse(target, plans, opening, middle, answer, seed, batch, slots, steps):
