@@ -59,26 +59,31 @@ def test_logits_of_the_reference_checkpoints(name):
 def test_windows_with_misses_at_every_slot_say_the_reference_continuation(name):
     """The text passes the window of 16; every window but its accepted part is dropped by length alone."""
     lm, expected = loaded(name)
-    prompt, wanted, vocab = expected["prompt_ids"], expected["greedy_ids"], lm.model.vocab_size
+    prompt, wanted = expected["prompt_ids"], expected["greedy_ids"]
     assert min(expected["greedy_top2_margin"]) > 1e-3 and len(prompt) + len(wanted) > 32
-    text = [*prompt, *wanted]
-    for slot in range(WIDTH):  # of the first wrong draft; the last value is none
-        cache, known, rounds = lm.model.init_cache(1, 64), len(prompt), 0
-        for start in range(0, len(prompt) - 1, WIDTH):
-            chunk = (prompt[start : start + WIDTH] + [0] * WIDTH)[:WIDTH]
-            _, cache = read(lm, chunk, cache)
-            cache = kv.commit(cache, None, jnp.array([min(WIDTH, len(prompt) - 1 - start)]))
-        while known < len(text):
-            window = (text[known - 1 : known - 1 + WIDTH] + [0] * WIDTH)[:WIDTH]
-            if slot < WIDTH - 1:
-                window[slot + 1] = (window[slot + 1] + 1) % vocab
-            logits, cache = read(lm, window, cache)
-            said = np.argmax(logits, -1).tolist()
-            accepted = next((i for i in range(WIDTH - 1) if said[i] != window[i + 1]), WIDTH - 1)
-            emitted = said[: accepted + 1][: len(text) - known]
-            assert emitted == text[known : known + len(emitted)]
-            cache, known, rounds = kv.commit(cache, None, jnp.array([len(emitted)])), known + len(emitted), rounds + 1
-        assert rounds == -(-len(wanted) // (slot + 1))
+    for slot in range(WIDTH):
+        assert_windows_with_misses_say(lm, prompt, wanted, slot)
+
+
+def assert_windows_with_misses_say(lm, prompt, wanted, slot):
+    """``slot``: of the first wrong draft of each window; the last value is none."""
+    text, vocab = [*prompt, *wanted], lm.model.vocab_size
+    cache, known, rounds = lm.model.init_cache(1, 64), len(prompt), 0
+    for start in range(0, len(prompt) - 1, WIDTH):
+        chunk = (prompt[start : start + WIDTH] + [0] * WIDTH)[:WIDTH]
+        _, cache = read(lm, chunk, cache)
+        cache = kv.commit(cache, None, jnp.array([min(WIDTH, len(prompt) - 1 - start)]))
+    while known < len(text):
+        window = (text[known - 1 : known - 1 + WIDTH] + [0] * WIDTH)[:WIDTH]
+        if slot < WIDTH - 1:
+            window[slot + 1] = (window[slot + 1] + 1) % vocab
+        logits, cache = read(lm, window, cache)
+        said = np.argmax(logits, -1).tolist()
+        accepted = next((i for i in range(WIDTH - 1) if said[i] != window[i + 1]), WIDTH - 1)
+        emitted = said[: accepted + 1][: len(text) - known]
+        assert emitted == text[known : known + len(emitted)]
+        cache, known, rounds = kv.commit(cache, None, jnp.array([len(emitted)])), known + len(emitted), rounds + 1
+    assert rounds == -(-len(wanted) // (slot + 1))
 
 
 @pytest.mark.full

@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from specjax.models import LlamaConfig, RopeScaling, hf_config, orbax, save_safetensors
+import specjax
+from specjax.models import LlamaConfig, RopeScaling, hf_config, llama, llama_params, orbax, save_safetensors
 from specjax.models.config import Rope
 from specjax.models.load import load
-from tests.models.test_families import FAMILY_CONFIGS
-from tests.models.test_llama import random_weights
+from tests.models.test_families import FAMILY_CONFIGS, WIDTH, assert_windows_with_misses_say
+from tests.models.test_llama import oracle, random_weights
 from tests.models.test_load import assert_equal
 
 # Nothing is square: q is [32, 20], k and v [16, 20], o [20, 32]; and the head has columns of its own.
@@ -171,3 +172,37 @@ def test_a_family_comes_back_bit_for_bit_from_either_layout_with_layer_ten_behin
     (tmp_path / "orbax" / "specjax.json").write_text(json.dumps(file))
     with pytest.raises(ValueError, match=r"weight layers\.11\.\w+ is missing"):
         load(tmp_path / "orbax")
+
+
+# --- what is decoded
+
+
+def made(name):
+    """A family's tiny model, a prompt, and how the float64 oracle goes on greedily: far past any window."""
+    config = FAMILY_CONFIGS[name]
+    weights, text = random_weights(config), [2, 7, 18, 28, 1]
+    params = llama_params.params_from_tensors(config, lambda tensor, shape: weights[tensor], scan_layers=True)
+    lm = specjax.LanguageModel(llama.model(config, scan_layers=True), params, config=config)
+    for _ in range(20):
+        logits = oracle(weights, config, text, last=1)[0][0]
+        second, best = np.sort(logits)[-2:]
+        assert best - second > 1e-3
+        text.append(int(np.argmax(logits)))
+    return lm, text[:5], text[5:]
+
+
+@families
+def test_windows_with_misses_at_every_slot_say_what_the_oracle_says_past_the_window(name):
+    lm, prompt, wanted = made(name)
+    for slot in range(WIDTH):
+        assert_windows_with_misses_say(lm, prompt, wanted, slot)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["smollm 3", "olmo 2"])  # the others have reference checkpoints
+def test_speculation_says_what_plain_decoding_and_the_oracle_say(name):
+    lm, prompt, wanted = made(name)
+    bent = lm._replace(params=lm.params | {"final_norm": lm.params["final_norm"].at[::2].add(2.0)})
+    out = specjax.generate(lm, [prompt], max_new_tokens=20, drafter=specjax.drafters.model(bent, lm, 4), eos_ids=[])
+    plain = specjax.generate(lm, [prompt], max_new_tokens=20, eos_ids=[])
+    assert out.tokens[0] == plain.tokens[0] == wanted and 0 < out.stats.acceptance_rate < 1
