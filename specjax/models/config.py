@@ -115,6 +115,7 @@ class LlamaConfig:
     attention_softcap: float = 0.0  # scores become cap tanh(scores / cap); 0: they stay
     logit_softcap: float = 0.0  # likewise the logits
     quantization: str = ""  # "int8": the matrices of every layer, see specjax.models.int8
+    num_tokens: int = 0  # ids from here on have no token (a padded vocabulary): their logits are -inf; 0: all have one
 
     def __post_init__(self):
         for name in ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads",
@@ -124,6 +125,8 @@ class LlamaConfig:
         for name in ("query_scalar", "attention_softcap", "logit_softcap"):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name} must be positive, or 0 for none, got {getattr(self, name)}")
+        if not 0 <= self.num_tokens <= self.vocab_size:
+            raise ValueError(f"num_tokens must be 0 to vocab_size ({self.vocab_size}), got {self.num_tokens}")
         if self.num_heads % self.num_kv_heads:
             raise ValueError(f"num_heads ({self.num_heads}) is not a multiple of num_kv_heads ({self.num_kv_heads})")
         for name, known in (("norms", NORMS), ("activation", ACTIVATIONS), ("quantization", QUANTIZATIONS)):
@@ -175,6 +178,15 @@ class LlamaConfig:
         """What sets each layer apart."""
         windows, ropes = self.windows or (0,) * self.num_layers, self.ropes or (self.rope,) * self.num_layers
         return tuple(map(LayerKind, windows, ropes))
+
+
+def for_tokens(config: LlamaConfig, tokenizer: Any) -> LlamaConfig:
+    """The configuration of a model with this tokenizer (None: only ids): behind its last token, and behind the last id
+    that ends a text, a vocabulary may be padded to a round number."""
+    if tokenizer is None:
+        return config
+    used = max([tokenizer.vocab_size, *(1 + end for end in config.eos_ids)])
+    return config if used >= config.vocab_size else dataclasses.replace(config, num_tokens=used)
 
 
 def from_json(settings: Mapping[str, Any]) -> LlamaConfig:

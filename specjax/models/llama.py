@@ -73,6 +73,13 @@ def _capped(x: Array, cap: float) -> Array:
     return cap * jnp.tanh(x / cap) if cap else x
 
 
+def _of_tokens(logits: Array, num_tokens: int) -> Array:
+    """Rows of a padded vocabulary are untrained: no law gives them mass."""
+    if not num_tokens or num_tokens == logits.shape[-1]:
+        return logits
+    return jnp.where(jnp.arange(logits.shape[-1]) < num_tokens, logits, -jnp.inf)
+
+
 class Layer(nnx.Module):
     """Attention and a gated MLP, each added to the residual stream; norms stand where there are weights for them."""
 
@@ -251,7 +258,7 @@ class Llama(nnx.Module):
         if logits_at is not None:
             x = jnp.take_along_axis(x, logits_at[:, None, None], axis=1)
         logits = _capped(linear(x, self.embedding if self.head is None else self.head), config.logit_softcap)
-        return ModelOutput(logits, features, cache_now)
+        return ModelOutput(_of_tokens(logits, config.num_tokens), features, cache_now)
 
     def _unrolled(
         self, x: Array, cache: KVCache | None, windows: list[Window], kinds: list[int], keep: tuple[int, ...]

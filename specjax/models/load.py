@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax.models import fetch, huggingface, int8, llama, llama_params, orbax, tokenizer
-from specjax.models.config import LlamaConfig
+from specjax.models.config import LlamaConfig, for_tokens
 from specjax.models.gguf import GGUFFile
 from specjax.models.gguf_config import config_of
 from specjax.models.language_model import LanguageModel
@@ -126,6 +126,7 @@ def _load_gguf(path: pathlib.Path, how: _How) -> LanguageModel:
     file = GGUFFile(path)
     config = dataclasses.replace(config_of(file), quantization=how.quantization)
     text = tokenizer.from_gguf(file.metadata, str(path))
+    config = for_tokens(config, text)
     model, params = _placed(file, config, str(path), how)
     return LanguageModel(model, params, text, config, file.metadata.get("tokenizer.chat_template"), config.eos_ids)
 
@@ -136,6 +137,7 @@ def _load_directory(path: pathlib.Path, how: _How) -> LanguageModel:
     eos_id = config.eos_ids[0] if config.eos_ids else None
     text = tokenizer.from_directory(path, bos_id=config.bos_id, eos_id=eos_id)
     template = huggingface.chat_template_of(path)
+    config = for_tokens(config, text)
     model, params = _placed(tensors, config, str(path), how)
     return LanguageModel(model, params, text, config, template, config.eos_ids)
 

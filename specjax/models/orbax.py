@@ -18,7 +18,7 @@ import jax
 import numpy as np
 
 from specjax.models import directory, huggingface, llama, llama_params, tokenizer
-from specjax.models.config import LlamaConfig, from_json
+from specjax.models.config import LlamaConfig, for_tokens, from_json
 from specjax.models.language_model import LanguageModel, checked
 from specjax.sharding import on_mesh, putting, refuse
 from specjax.types import PyTree
@@ -89,6 +89,7 @@ def load(
         if not file.exists():
             raise FileNotFoundError(f"{path} is incomplete: {file.name} is missing")
         text = tokenizer.from_json(file.read_text(encoding="utf-8"), source=str(file), **manifest["tokenizer"])
+    config = for_tokens(config, text)
     model = llama.model(config, dtype=dtype, scan_layers=scan_layers)
     return LanguageModel(
         model=model if mesh is None else on_mesh(mesh, model),

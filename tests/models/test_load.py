@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer, models
 
+import specjax
 from specjax.models import fetch, huggingface
 from specjax.models.load import load, strict_params
 from tests.models import tiny
@@ -226,6 +227,33 @@ def test_a_directory_brings_tokenizer_template_and_end_tokens(tmp_path):
     assert lm.tokenizer.encode("hi") == [3]
     assert (lm.tokenizer.bos_id, lm.tokenizer.eos_id) == (1, 2)
     assert (lm.chat_template, lm.eos_ids) == ("{{ bos_token }}", (2, 3))
+
+
+def test_ids_of_a_padded_vocabulary_have_no_law(tmp_path):
+    """40 rows for 9 tokens, the untrained ones 50 times as sure of themselves: never drafted, accepted or drawn."""
+    weights = tiny.tensors()
+    weights["lm_head.weight"][9:] *= 50
+    path = tiny.write_directory(tmp_path / "m", weights)
+    words = {f"w{i}": i for i in range(9)}
+    Tokenizer(models.WordLevel(words, "w0")).save(str(path / "tokenizer.json"))
+    lm = load(path)
+    assert lm.config.num_tokens == 9 and lm.model.vocab_size == tiny.VOCAB
+    law = np.asarray(jax.nn.softmax(logits(lm), axis=-1))
+    assert not law[..., 9:].any()
+    np.testing.assert_allclose(law.sum(-1), 1, atol=1e-5)
+    drafter = specjax.drafters.model(lm, lm, 3)
+    options = {"temperature": [0.0, 1.0, 5.0], "max_new_tokens": 12, "eos_ids": []}
+    for rule in ("rejection", "match"):
+        out = specjax.generate(lm, [[3], [4, 5], [6]], drafter=drafter, rule=rule, **options)
+        assert max(map(max, out.tokens)) < 9 and out.stats.proposed > 0
+    specjax.models.save(tmp_path / "saved", lm)
+    assert load(tmp_path / "saved").config == lm.config
+
+
+def test_an_end_token_that_the_tokenizer_lacks_can_still_be_said(tmp_path):
+    path = tiny.write_directory(tmp_path / "m", eos_token_id=20)
+    Tokenizer(models.WordLevel({"a": 0}, "a")).save(str(path / "tokenizer.json"))
+    assert load(path).config.num_tokens == 21
 
 
 # --- dispatch -------------------------------------------------------------------------------------------------------
