@@ -56,11 +56,11 @@ def _read(model, params, tokens):
 
 def laws(lm: specjax.LanguageModel, texts: list[list[int]]) -> np.ndarray:
     """Log-probabilities [tokens of all texts, V] in float64; texts are padded to one length, so one program serves."""
-    width = max(map(len, texts))
-    rows = []
+    width, rows = max(map(len, texts)), []
+    tokens = getattr(lm.config, "num_tokens", 0) or None  # a padded vocabulary ends in -inf
     for text in texts:
         logits = _read(lm.model, lm.params, jnp.asarray([text + [0] * (width - len(text))], jnp.int32))
-        rows.append(np.asarray(logits[: len(text)], np.float64))
+        rows.append(np.asarray(logits[: len(text), :tokens], np.float64))
     return np.concatenate(rows)
 
 
