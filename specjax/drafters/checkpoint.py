@@ -295,7 +295,7 @@ def _save(folder: pathlib.Path, config: Any, params: PyTree, target: str) -> Non
     orbax._write(folder / "params", weights)
     manifest = {
         "format": 1, "kind": name, "config": dataclasses.asdict(config), "target": target, "weights": [*weights],
-        "files": orbax._sizes(folder / "params"),
+        **orbax._facts(folder / "params"),
     }  # fmt: skip
     (folder / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
 
@@ -307,7 +307,7 @@ def _restore(path: pathlib.Path, dtype: Any) -> tuple[Any, PyTree]:
             f"{path / MANIFEST} has format {manifest.get('format')!r} and kind {manifest.get('kind')!r}; this version "
             f"of specjax reads format 1 of {', '.join(KINDS)}"
         )
-    orbax._check_files(path / "params", manifest["files"])
+    orbax._check_files(path / "params", manifest)
     kind, settings = KINDS[manifest["kind"]], dict(manifest["config"])
     if "layers" in settings:
         settings["layers"] = from_json(settings["layers"])

@@ -1,6 +1,6 @@
 """Checkpoints of our own: an orbax tree of weights with configuration, tokenizer and chat template beside it.
 
-    PATH/specjax.json     configuration, chat template, end tokens, special tokens; names and sizes of the weight files
+    PATH/specjax.json     configuration, chat template, end tokens, special tokens; sizes and checksums of weight files
     PATH/tokenizer.json   the tokenizer, if the model has one
     PATH/params/          orbax; one array per weight, named by its place in the unrolled tree, e.g. layers.10.qkv
 
@@ -11,7 +11,9 @@ devices, nor how layers were run when it was saved matters to who reads it.
 import dataclasses
 import json
 import pathlib
-from collections.abc import Callable, Mapping
+import zlib
+from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -27,6 +29,8 @@ MANIFEST = "specjax.json"
 _FORMAT = 1
 _CHUNK = 2**22  # bytes of an array that are written, and so can be read, at a time
 _TOGETHER = 4  # chunks that are read at a time
+_BLOCK = 2**22  # bytes of a file that are summed at a time
+_THREADS = 4  # that sum files
 
 
 def save(path: str | pathlib.Path, lm: LanguageModel, *, overwrite: bool = False) -> None:
@@ -55,7 +59,7 @@ def save(path: str | pathlib.Path, lm: LanguageModel, *, overwrite: bool = False
         stacked = 0 not in lm.params["layers"]
         params = llama_params.unstack_layers(lm.params) if stacked else lm.params
         _write(folder / "params", _named(params))
-        manifest["files"] = _sizes(folder / "params")
+        manifest |= _facts(folder / "params")
         if text is not None:
             (folder / "tokenizer.json").write_text(text.to_json(), encoding="utf-8")
         (folder / MANIFEST).write_text(json.dumps(manifest, indent=2), encoding="utf-8")
@@ -75,7 +79,7 @@ def load(
             f"{path / MANIFEST} has format {manifest.get('format')!r} and family {manifest.get('family')!r}; "
             f"this version of specjax reads format {_FORMAT}, family 'llama'"
         )
-    _check_files(path / "params", manifest["files"])
+    _check_files(path / "params", manifest)
     config = from_json(manifest["config"])
     stored = llama_params.abstract_params(config, dtype=dtype)
     quantise = bool(quantization) and not config.quantization
@@ -101,21 +105,49 @@ def load(
     )
 
 
+def _facts(folder: pathlib.Path) -> dict[str, dict[str, int]]:
+    """What a manifest says of the weight files, by name: how long they are, and their checksums."""
+    sizes = _sizes(folder)
+    return {"files": sizes, "crc32": _sums(folder, sizes)}
+
+
 def _sizes(folder: pathlib.Path) -> dict[str, int]:
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     return {path.relative_to(folder).as_posix(): path.stat().st_size for path in files}
 
 
-def _check_files(folder: pathlib.Path, expected: dict[str, int]) -> None:
-    """Orbax notices bytes that changed, by their checksum; what was lost is clearer said before it starts."""
+def _sums(folder: pathlib.Path, names: Collection[str]) -> dict[str, int]:
+    """The CRC-32 of files; threads, since zlib lets others run meanwhile."""
+    with ThreadPoolExecutor(_THREADS) as pool:
+        return dict(zip(names, pool.map(lambda name: _crc32(folder / name), names)))
+
+
+def _crc32(file: pathlib.Path) -> int:
+    crc, block = 0, bytearray(_BLOCK)
+    with open(file, "rb", buffering=0) as stream:
+        while count := stream.readinto(block):
+            crc = zlib.crc32(memoryview(block)[:count], crc)
+    return crc
+
+
+def _check_files(folder: pathlib.Path, manifest: Mapping[str, Any]) -> None:
+    """Compares the weight files with what a manifest says of them: orbax would take changed bytes for weights.
+
+    Raises:
+      FileNotFoundError, ValueError: naming the file that is missing or has changed.
+    """
     if not folder.is_dir():
         raise FileNotFoundError(f"{folder.parent} is incomplete: the directory {folder.name} is missing")
     found = _sizes(folder)
-    for name, size in expected.items():
+    for name, size in manifest["files"].items():
         if name not in found:
             raise FileNotFoundError(f"{folder} is incomplete: the file {name} is missing")
         if found[name] != size:
             raise ValueError(f"{folder} is damaged: {name} has {found[name]} bytes, {size} were written")
+    sums = manifest.get("crc32", {})  # older versions wrote none
+    for name, crc in _sums(folder, [name for name in found if name in sums]).items():
+        if sums[name] != crc:
+            raise ValueError(f"{folder} is damaged: {name} has other bytes than were written (by their CRC-32)")
 
 
 def _write(folder: pathlib.Path, weights: Mapping[str, Any]) -> None:

@@ -30,6 +30,7 @@ from specjax.drafters.mtp import fresh_params as mtp_params
 from specjax.models import LlamaConfig
 from specjax.types import Committed
 from tests.drafters.parallel_world import small_target
+from tests.models.test_orbax import flip
 from tests.models.tiny import DATA, TINY_MODELS
 
 SOURCE = DATA / "tiny_drafters" / "eagle3_llama_tied"
@@ -350,6 +351,9 @@ def test_saving_refuses_what_it_must(tmp_path):
     with pytest.raises(ValueError, match=r"feature_layers=9: give a tuple"):
         read(tmp_path / "x", feature_layers=9)
     assert [file.name for file in tmp_path.iterdir()] == ["x"]
+    name = flip(tmp_path / "x")
+    with pytest.raises(ValueError, match=rf"x/params is damaged: \S*{name} has other bytes"):
+        read(tmp_path / "x")
     manifest = json.loads((tmp_path / "x" / MANIFEST).read_text())
     (tmp_path / "x" / MANIFEST).write_text(json.dumps(manifest | {"kind": "hydra"}))
     with pytest.raises(ValueError, match="kind 'hydra'"):
