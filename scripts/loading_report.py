@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 from safetensors.numpy import save_file
+from script_tools import run_script
 
 import specjax
 from specjax.models import fetch, hf_config, llama, llama_params, save
@@ -44,7 +45,11 @@ def memory(field):
 small, big, options = json.loads(sys.argv[1])
 jax.block_until_ready(load(small, **options).params)
 before, began = memory("VmRSS"), time.perf_counter()
-params = jax.block_until_ready(load(big, **options).params)
+try:
+    params = jax.block_until_ready(load(big, **options).params)
+except (ValueError, OSError) as error:
+    print(error, file=sys.stderr)
+    sys.exit(3)
 took = time.perf_counter() - began
 print(json.dumps([took, memory("VmHWM") - before, sum(leaf.nbytes for leaf in jax.tree.leaves(params))]))
 """
@@ -133,13 +138,16 @@ def loading(small: pathlib.Path, path: pathlib.Path, options: dict[str, Any]) ->
     """Loads in a process of its own, where ``small`` was loaded before.
 
     Raises:
-      RuntimeError: with what that process said, if it failed.
+      ValueError: what was loaded is no checkpoint, with what `specjax.load` says.
+      RuntimeError: with what that process said, if it failed otherwise.
     """
     root = str(pathlib.Path(specjax.__file__).parents[1])
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])}
     words = [sys.executable, "-c", PROGRAM, json.dumps([str(small), str(path), options])]
     forgotten(path)
     done = subprocess.run(words, capture_output=True, text=True, check=False, env=environment)
+    if done.returncode == 3:
+        raise ValueError(done.stderr.strip())
     if done.returncode:
         raise RuntimeError(f"loading {path} failed:\n{done.stderr}")
     seconds, peak, size = json.loads(done.stdout)
@@ -159,13 +167,21 @@ def line(case: Case, options: dict[str, Any]) -> str:
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--checkpoint", help="a directory, GGUF file or known name to load; nothing is written")
-    parser.add_argument("--stored", nargs="+", choices=STORED, default=list(STORED), help="layouts to write")
-    parser.add_argument("--gigabytes", type=float, default=1.0, help="of what is written, about")
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], help="to load as; by default as stored")
+    parser.add_argument("--stored", nargs="+", choices=STORED, help="layouts to write; default all")
+    parser.add_argument("--gigabytes", type=float, help="of what is written, about; default 1")
+    parser.add_argument(
+        "--dtype", choices=["float32", "bfloat16"], help="to load as; default as written, float32 for --checkpoint"
+    )
     parser.add_argument("--quantize", choices=["int8"])
     parser.add_argument("--scan-layers", action="store_true")
     parser.add_argument("--scratch", type=pathlib.Path, help="directory on the disk to measure (default: the system's)")
     args = parser.parse_args(argv)
+    if args.checkpoint == "":
+        parser.error("--checkpoint is empty: give a directory, GGUF file or known name")
+    for name in ("stored", "gigabytes"):
+        if args.checkpoint is not None and getattr(args, name) is not None:
+            parser.error(f"--{name} is of what is written: leave it out beside --checkpoint")
+    args.stored, args.gigabytes = args.stored or list(STORED), 1.0 if args.gigabytes is None else args.gigabytes
     if not 0 < args.gigabytes < 1e4:
         parser.error(f"--gigabytes {args.gigabytes}: give a positive number")
     if args.scratch is not None and not args.scratch.is_dir():
@@ -192,21 +208,19 @@ def made(args: argparse.Namespace, scratch: pathlib.Path) -> Iterator[Case]:
             yield Case(stored, path, small, args.dtype or dtype)
 
 
-def main(argv: list[str] | None = None) -> None:
-    args = arguments(argv)
+def work(args: argparse.Namespace) -> None:
     if not pathlib.Path("/proc/self/status").exists():
         sys.exit("peaks of memory are read from /proc/self/status, which this system does not have")
     print(f"{'stored as':22} {'GB':>6} {'read':>8} {'load':>9} {'weights':>9} {'peak':>10} {'beyond':>10}")
     print(f"{'':22} {'':6} {'GB/s':>8} {'GB/s':>9} {'GB':>9} {'of weights':>10} {'MB':>10}")
-    try:
-        with tempfile.TemporaryDirectory(dir=args.scratch) as scratch:
-            for case in (given if args.checkpoint else made)(args, pathlib.Path(scratch)):
-                options = {"quantize": args.quantize, "scan_layers": args.scan_layers}
-                print(line(case, options), flush=True)
-    except KeyboardInterrupt:
-        sys.exit(130)
-    except (ValueError, OSError, RuntimeError) as error:
-        sys.exit(f"{type(error).__name__}: {error}")
+    with tempfile.TemporaryDirectory(dir=args.scratch) as scratch:
+        for case in (given if args.checkpoint else made)(args, pathlib.Path(scratch)):
+            options = {"quantize": args.quantize, "scan_layers": args.scan_layers}
+            print(line(case, options), flush=True)
+
+
+def main(argv: list[str] | None = None) -> None:
+    run_script(work, arguments(argv))
 
 
 if __name__ == "__main__":

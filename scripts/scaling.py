@@ -14,12 +14,12 @@ published ceilings of the chip; latencies of collectives, and what the host does
 import argparse
 import dataclasses
 import json
-import os
 import pathlib
 from typing import Any, NamedTuple
 
 import tpu_programs as tpu
 from model_shapes import CONFIGS
+from script_tools import lost, run_script, write
 from tpu_report import CHIPS, MOST, Chip, Compiler, line
 
 from specjax import theory
@@ -95,23 +95,43 @@ def compiled(where: Slice) -> Counts:
     return Counts(target, steps)
 
 
+def stored(path: pathlib.Path | None) -> dict[str, Counts]:
+    """What a file has, if there is one.
+
+    Raises:
+      ValueError: it holds something else.
+    """
+    def cost(found: Any) -> tpu.Cost:
+        flops, read, links, memory, aliased = found
+        kinds = {kind: float(size) for kind, size in links.items()}
+        return tpu.Cost(float(flops), float(read), kinds, float(memory), float(aliased))
+
+    def pair(found: Any) -> Pair:
+        small, large, width = found
+        return Pair(cost(small), cost(large), int(width))
+
+    if path is None or not path.exists():
+        return {}
+    try:
+        return {
+            key: Counts(pair(target), {kind: pair(found) for kind, found in drafters.items()})
+            for key, (target, drafters) in json.loads(path.read_text(encoding="utf-8")).items()
+        }
+    except (ValueError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f"--counts {path} does not hold what this script compiled: delete it, or name another file ({error})"
+        ) from None
+
+
 def counted(wanted: Slice, path: pathlib.Path | None) -> Counts:
     """From the file if it has them; else compiled, and added to it."""
-    known = json.loads(path.read_text()) if path and path.exists() else {}
+    known = stored(path)
     key = f"{wanted.target} {wanted.counts_of or wanted.topology} {wanted.data} {wanted.quantization}"
     if key not in known:
         known[key] = compiled(wanted)
         if path:
-            part = path.with_suffix(".part")
-            part.write_text(json.dumps(known, default=lambda x: x._asdict()))
-            os.replace(part, path)
-            known = json.loads(path.read_text())
-
-    def pair(found: Any) -> Pair:
-        return Pair(tpu.Cost(*found[0]), tpu.Cost(*found[1]), found[2])
-
-    target, drafters = known[key]
-    return Counts(pair(target), {kind: pair(found) for kind, found in drafters.items()})
+            write(path, json.dumps(known).encode())
+    return known[key]
 
 
 def check(where: Slice, counts: Counts) -> str:
@@ -191,12 +211,15 @@ def arguments(argv=None):
         parser.error(f"--alpha {' '.join(args.alpha)}: give DRAFTER=ALPHA")
     if not given.keys() <= ALPHA.keys() or not all(0 <= alpha <= 1 for alpha in given.values()):
         parser.error(f"--alpha {' '.join(args.alpha)}: drafters are {', '.join(ALPHA)}, alphas from 0 to 1")
+    for refused, words in lost(args, "counts"):  # before ten minutes of compiling
+        if refused:
+            parser.error(words)
     args.alpha = ALPHA | given
     return args
 
 
-def main(argv=None):
-    args = arguments(argv)
+def work(args: argparse.Namespace) -> None:
+    stored(args.counts)  # a file that is none is refused before anything is printed
     print("MODELLED, never measured; alpha assumed: " + ", ".join(f"{kind} {a:g}" for kind, a in args.alpha.items()))
     for where in SLICES:
         if args.target in (None, where.target):
@@ -204,6 +227,11 @@ def main(argv=None):
             table(where, counts, {kind: args.alpha[kind] for kind in (*where.drafters, "lookup")})
             if args.check and not where.counts_of:
                 print("\n" + check(where, counts))
+
+
+def main(argv=None):
+    args = arguments(argv)
+    run_script(work, args, args.counts)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ def run_script(work: Callable[[Any], int | None], args: argparse.Namespace, kept
         sys.stdout.flush()
     except KeyboardInterrupt:
         sys.stdout.flush()
-        where = f"; what was measured is in {kept}" if kept and kept.exists() else ""
+        where = f"; what was found is in {kept}" if kept and kept.exists() else ""
         print(f"\ninterrupted{where}", file=sys.stderr)
         sys.exit(130)
     except BrokenPipeError:  # the reader has gone; Python must not complain when it flushes at exit

@@ -61,6 +61,8 @@ def mesh_of(topology: str, data: int) -> Mesh:
     try:
         described = topologies.get_topology_desc(platform="tpu", topology_name=topology, **one)
     except Exception as error:  # of many kinds: no libtpu, an unknown topology
+        if str(error).startswith("INVALID_ARGUMENT"):
+            raise SystemExit(f"{topology}: {error}; give a slice that there is, such as v5e:2x4 or v5e:8x8") from error
         raise SystemExit(f"{topology}: {error}\nThe compiler is libtpu: `make libtpu` puts it into .cache") from error
     count = len(described.devices)
     if count % data:

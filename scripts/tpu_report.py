@@ -20,9 +20,13 @@ small batches on many chips real steps are slower than modelled.
 import argparse
 import dataclasses
 import functools
+import math
+import re
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import tpu_programs as tpu
+from script_tools import run_script
 from tpu_programs import CONFIGS, HEADS, SLOTS, Cost, Programs, cost_of
 
 from specjax import theory
@@ -169,7 +173,7 @@ def arguments(argv=None):
     parser.add_argument("--target", choices=sorted(CONFIGS), default="llama3-8b")
     parser.add_argument("--drafter", choices=["lookup", *HEADS, *sorted(CONFIGS)], default="lookup")
     parser.add_argument("--data", type=int, default=1, help="parts of the batch; the other chips share the weights")
-    parser.add_argument("-K", "--num-draft-tokens", type=int, default=4)
+    parser.add_argument("-K", "--num-draft-tokens", type=int, help="default 4; a tree has its own number")
     parser.add_argument("--tree", help="of a head: children by level as in 3,2,2, or dynamic:NODES,WIDTH,DEPTH")
     parser.add_argument("--rule", choices=RULES, help="default: the drafter's own")
     parser.add_argument("--batch", default="1,32", help="batches, comma-separated")
@@ -179,19 +183,47 @@ def arguments(argv=None):
     parser.add_argument("--engine", action="store_true", help="also a step of Engine")
     parser.add_argument("--train", type=int, metavar="ROWS", help=f"also a training step on ROWS texts of {SLOTS}")
     args = parser.parse_args(argv)
-    if args.topology.split(":")[0] not in CHIPS:
-        parser.error(f"--topology {args.topology}: published ceilings are known for {', '.join(CHIPS)}")
-    if args.tree and args.drafter not in HEADS:
-        parser.error(f"--tree {args.tree}: trees are drafted by {' or '.join(HEADS)}, not by {args.drafter}")
-    if args.train and args.drafter == "lookup":
-        parser.error("--train: a lookup is not trained; choose another --drafter")
-    if args.rule and args.rule == "block" and args.tree:
-        parser.error("--rule block judges chains only")
+    for refused, words in refusals(args):
+        if refused:
+            parser.error(words)
+    try:
+        args.tree = tree_of(args.tree)
+    except ValueError as error:
+        parser.error(str(error))
+    if args.num_draft_tokens is None:
+        args.num_draft_tokens = 4
+    args.batch = sorted(set(map(int, args.batch.split(","))))
     return args
 
 
+def refusals(args: argparse.Namespace) -> Iterator[tuple[bool, str]]:
+    """What cannot be compiled, with what to say; found before the compiler is loaded."""
+    k, data, topology = args.num_draft_tokens, args.data, f"--topology {args.topology}"
+    slice_ = re.fullmatch(r"(\w+):(\d+)x(\d+)", args.topology)
+    yield slice_ is None, f"{topology}: give a chip and its rows and columns, as in v5e:2x4"
+    kind, *sides = slice_.groups() if slice_ else ("", 1, 1)
+    yield kind not in CHIPS, f"{topology}: published ceilings are known for {', '.join(CHIPS)}"
+    yield not 0 <= args.alpha <= 1, f"--alpha {args.alpha:g}: an acceptance is from 0 to 1"
+    yield k is not None and not 1 <= k < SLOTS, f"-K {k}: give 1 or more draft tokens, fewer than {SLOTS}"
+    yield data < 1 or math.prod(map(int, sides)) % data > 0, f"--data {data}: must divide the chips of {args.topology}"
+    batches = [int(part) if part.strip().isdecimal() else 0 for part in args.batch.split(",")]
+    yield min(batches) < 1, f"--batch {args.batch}: give numbers of rows, 1 or more, comma-separated"
+    yield any(b > 1 and b % data for b in batches), f"--batch {args.batch}: --data {data} must divide all but 1"
+    yield args.train is not None and args.train < 1, f"--train {args.train}: give the number of texts, 1 or more"
+    yield bool(args.train) and args.drafter == "lookup", "--train: a lookup is not trained; choose another --drafter"
+    if args.tree is not None:
+        kinds = " or ".join(HEADS)
+        yield args.drafter not in HEADS, f"--tree {args.tree}: trees are drafted by {kinds}, not by {args.drafter}"
+        yield k is not None, f"--tree {args.tree} has its own number of nodes: leave out -K"
+        yield args.rule == "block", "--rule block judges chains only"
+
+
 def tree_of(text: str | None) -> Tree:
-    """A tree from ``--tree``."""
+    """A tree from ``--tree``.
+
+    Raises:
+      ValueError: anything else.
+    """
     if text is None:
         return None
     kind, _, numbers = text.rpartition(":")
@@ -200,22 +232,21 @@ def tree_of(text: str | None) -> Tree:
         if kind not in ("", "dynamic") or min(found) < 1 or (kind and len(found) != 3):
             raise ValueError
     except ValueError:
-        raise SystemExit(f"--tree {text}: give children per level as in 3,2,2, or dynamic:NODES,WIDTH,DEPTH") from None
+        raise ValueError(f"--tree {text}: give children per level as in 3,2,2, or dynamic:NODES,WIDTH,DEPTH") from None
     return trees.Dynamic(*found) if kind else found
 
 
-def main(argv=None):
-    args = arguments(argv)
+def work(args: argparse.Namespace) -> None:
     chip, mesh = CHIPS[args.topology.split(":")[0]], tpu.mesh_of(args.topology, args.data)
     config = dataclasses.replace(CONFIGS[args.target], quantization=args.quantize or "")
-    tree = tree_of(args.tree)
+    tree = args.tree
     k = args.num_draft_tokens
     if tree is not None:
         k = tree.num_nodes if isinstance(tree, trees.Dynamic) else len(trees.kary(*tree))
     compiler, tokens = Compiler(mesh, config, args.rule), tokens_of(args.alpha, args.num_draft_tokens, tree)
     print(f"{args.target}{' ' + args.quantize if args.quantize else ''} on {args.topology}, mesh {dict(mesh.shape)}, "
           f"{k} draft tokens, {SLOTS} slots a row; MODELLED, per chip")
-    batches, costs = sorted(set(map(int, args.batch.split(",")))), dict[int, Any]()
+    batches, costs = args.batch, dict[int, Any]()
     for batch in batches:
         print(f"batch {batch}", flush=True)
         found = costs[batch] = {
@@ -243,6 +274,10 @@ def main(argv=None):
         at = stops(chip, costs[low], costs[high], (low, high), tokens)
         print(f"speculation stops paying at {f'batch {at}' if at else f'no batch up to {MOST}'}, by the lines through "
               f"batches {low} and {high}, whether they fit or not")
+
+
+def main(argv=None):
+    run_script(work, arguments(argv))
 
 
 if __name__ == "__main__":

@@ -90,7 +90,7 @@ def test_an_interrupted_run_keeps_what_was_measured(bench, tmp_path, monkeypatch
     (cell,) = json.loads((tmp_path / "a.json").read_text())["cells"]
     assert not cell["complete"] and [len(way["runs"]) for way in cell["ways"].values()] == [1, 1, 1]
     said = capsys.readouterr()
-    assert "interrupted; what was measured is in" in said.err and "stopped" not in said.err
+    assert "interrupted; what was found is in" in said.err and "stopped" not in said.err
     assert "1 decodings under rules that promise the law and not the text were not compared" in said.out
 
 

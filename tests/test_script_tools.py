@@ -37,7 +37,7 @@ def test_ctrl_c_is_said_and_where_the_rest_is_if_there_is_some(tools, capsys, tm
     (tmp_path / "half.json").touch()
     for kept, words in (
         (None, "interrupted"), (tmp_path / "none.json", "interrupted"),
-        (tmp_path / "half.json", f"interrupted; what was measured is in {tmp_path / 'half.json'}"),
+        (tmp_path / "half.json", f"interrupted; what was found is in {tmp_path / 'half.json'}"),
     ):  # fmt: skip
         assert ending(tools, KeyboardInterrupt(), kept=kept) == 130
         assert capsys.readouterr().err.split("\n")[1:] == [words, ""]

@@ -8,8 +8,11 @@ import pathlib
 
 import pytest
 
-from scripts import loading_report
 from specjax.models import fetch
+from tests.scripts import imported
+
+with imported("loading_report") as loading_report:
+    pass
 
 pytestmark = pytest.mark.skipif(not pathlib.Path("/proc/self/status").exists(), reason="peaks are read from /proc")
 FIXED = 150e6  # bytes
