@@ -14,7 +14,7 @@ import sys
 import jax
 
 import specjax
-from specjax.models import save, save_safetensors
+from specjax.models import directory, fetch, save, save_safetensors
 
 WRITERS = {"safetensors": save_safetensors, "orbax": save}
 
@@ -25,10 +25,17 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("target", type=pathlib.Path, help="directory to write")
     parser.add_argument("--to", choices=sorted(WRITERS), default="safetensors")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
-    parser.add_argument("--overwrite", action="store_true")
+    parser.add_argument("--overwrite", action="store_true", help="replace a checkpoint that is there")
     options = parser.parse_args(arguments)
-    if options.target.exists() and not options.overwrite:  # before minutes of reading
+    source, target = (pathlib.Path(path).expanduser().resolve() for path in (options.source, options.target))
+    if target.exists() and not options.overwrite:  # before minutes of reading
         parser.error(f"{options.target} exists; --overwrite replaces it")
+    if options.source not in fetch.NAMED and source.is_relative_to(target):
+        parser.error(f"{options.target} is the source or holds it: write elsewhere")
+    try:
+        directory.free(options.target, options.overwrite)
+    except (ValueError, OSError) as error:
+        parser.error(str(error))
     return options
 
 

@@ -18,7 +18,6 @@ import functools
 import json
 import os
 import pathlib
-import tempfile
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -37,7 +36,7 @@ from specjax.drafters.model import model
 from specjax.drafters.mtp import MTPConfig, mtp
 from specjax.drafters.mtp import abstract_params as mtp_params
 from specjax.drafters.recycling_files import RecyclingConfig
-from specjax.models import orbax
+from specjax.models import directory, orbax
 from specjax.models.config import from_json
 from specjax.models.huggingface import read_json
 from specjax.models.identity import equal, fingerprint
@@ -219,10 +218,10 @@ def save_drafter(
       format: "speculators", the published layout (Medusa has its own), or "orbax". Tables have their own.
       target: name or path of the target, for the record.
       made_for: the target; `load_drafter` refuses to use the drafter with another one.
-      overwrite: replace what is there.
+      overwrite: replace what is there, if it is a checkpoint, a drafter or empty.
 
     Raises:
-      FileExistsError: there is something at the path.
+      FileExistsError: there is something at the path that may not be replaced.
       ValueError: an unknown format; no configuration of a head; weights that are not the configuration's; EAGLE-1 in
         a published layout.
     """
@@ -232,27 +231,20 @@ def save_drafter(
         raise ValueError(f"format={show(format)}: choose one of {', '.join(map(repr, FORMATS))}")
     if not isinstance(target, (str, os.PathLike)):
         raise ValueError(f"target={show(target)}: give the name or path of the target, for the record")
-    target, path = str(target), pathlib.Path(path).expanduser().absolute()
+    target = str(target)
     if isinstance(config, RecyclingConfig):
         write = functools.partial(recycling_files.write, config=config, tables=params)
     else:
         write = _writer(config, params, format, target)
-    if os.path.lexists(path) and not overwrite:
-        raise FileExistsError(f"{path} exists; pass overwrite=True to replace it")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as scratch:
-        folder = pathlib.Path(scratch) / "new"
+    with directory.whole(path, overwrite) as folder:
         write(folder)
         if made_for is not None:
             facts = {"name": target, "fingerprint": fingerprint(checked("made_for", made_for))}
             (folder / MADE_FOR).write_text(json.dumps(facts, indent=1), encoding="utf-8")
-        if path.exists():
-            os.replace(path, pathlib.Path(scratch) / "old")  # deleted with the scratch directory
-        os.replace(folder, path)
 
 
 def _writer(config: Any, params: PyTree, format: str, target: str) -> Callable[[pathlib.Path], None]:
-    """What writes a head, checked, into a directory that is not there yet."""
+    """What writes a head, checked, into a directory."""
     kind = _kind_of(config)
     every = kind.abstract(config)
     what = kind.config.__name__.removesuffix("Config")
@@ -290,7 +282,6 @@ def _shared(params: PyTree, target: LanguageModel) -> PyTree:
 
 def _save(folder: pathlib.Path, config: Any, params: PyTree, target: str) -> None:
     name = next(name for name, kind in KINDS.items() if isinstance(config, kind.config))
-    folder.mkdir()
     weights = orbax._named(params)
     orbax._write(folder / "params", weights)
     manifest = {

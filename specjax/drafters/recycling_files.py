@@ -28,8 +28,7 @@ def recognises(path: pathlib.Path) -> bool:
 
 
 def write(folder: pathlib.Path, config: RecyclingConfig, tables: Tables) -> None:
-    """Makes the directory ``folder``."""
-    folder.mkdir()
+    """Writes into the directory ``folder``."""
     tables.save(folder / TABLES)
     (folder / SETTINGS).write_text(json.dumps({"format": 1, **config._asdict()}, indent=1), encoding="utf-8")
 

@@ -9,22 +9,17 @@ from collections.abc import Iterator
 from specjax.models.language_model import LanguageModel
 from specjax.static import show
 
+_MANIFESTS = {"specjax.json", "specjax_drafter.json", "recycling.json"}
+
 
 @contextlib.contextmanager
 def whole(path: str | pathlib.Path, overwrite: bool) -> Iterator[pathlib.Path]:
     """An empty directory to write to, which takes its place at ``path`` when the block ends without an exception.
 
     Raises:
-      FileExistsError: if there is something at the path, unless ``overwrite``.
-      ValueError: if path is no path.
+      FileExistsError, ValueError: see `free`.
     """
-    if isinstance(path, LanguageModel):
-        raise ValueError("path is a language model: save(path, lm) takes the path first, then the model")
-    if not isinstance(path, (str, os.PathLike)):
-        raise ValueError(f"path={show(path)}: give a directory as a string or path")
-    path = pathlib.Path(path).expanduser().absolute()
-    if path.exists() and not overwrite:
-        raise FileExistsError(f"{path} exists; pass overwrite=True to replace it")
+    path = free(path, overwrite)
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as scratch:
         folder = pathlib.Path(scratch) / "new"
@@ -33,3 +28,34 @@ def whole(path: str | pathlib.Path, overwrite: bool) -> Iterator[pathlib.Path]:
         if path.exists():
             os.replace(path, pathlib.Path(scratch) / "old")  # deleted with the scratch directory
         os.replace(folder, path)
+
+
+def free(path: str | pathlib.Path, overwrite: bool) -> pathlib.Path:
+    """The path, absolute, if a directory may be written there; nothing but a checkpoint is ever replaced.
+
+    Raises:
+      FileExistsError: if there is something at the path, unless ``overwrite`` and it is an empty directory or one that
+        holds a checkpoint or a drafter.
+      ValueError: if path is no path, or the current directory or one above it.
+    """
+    if isinstance(path, LanguageModel):
+        raise ValueError("path is a language model: save(path, lm) takes the path first, then the model")
+    if not isinstance(path, (str, os.PathLike)) or not os.fspath(path):
+        raise ValueError(f"path={show(path)}: give a directory as a string or path")
+    path = pathlib.Path(path).expanduser().absolute()
+    if not os.path.lexists(path):
+        return path
+    if not overwrite:
+        raise FileExistsError(f"{path} exists; pass overwrite=True to replace it")
+    if not path.is_dir():
+        raise FileExistsError(f"{path} is a file: only a directory with a checkpoint is replaced")
+    if pathlib.Path.cwd().is_relative_to(path.resolve()):
+        raise ValueError(f"{path} is the current directory or one above it, which is not replaced")
+    names = {entry.name for entry in path.iterdir()}
+    published = "config.json" in names and any(name.endswith(".safetensors") for name in names)
+    if names and not names & _MANIFESTS and not published:
+        raise FileExistsError(
+            f"{path} holds no checkpoint but {show(sorted(names))}, which is not replaced: delete it yourself, or "
+            "write elsewhere"
+        )
+    return path

@@ -18,7 +18,7 @@ def save_safetensors(path: str | pathlib.Path, lm: LanguageModel, *, overwrite: 
     The weights are held once more in host memory while they are written. The directory appears whole or not at all.
 
     Raises:
-      FileExistsError: if there is something at the path, unless ``overwrite``.
+      FileExistsError: if there is something at the path, unless ``overwrite`` and it is a checkpoint or empty.
       TypeError: if the model's configuration is not one of ours.
       ValueError: if no family has such a configuration, or its weights are quantised; if path is no path or
         lm no language model.

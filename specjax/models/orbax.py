@@ -39,7 +39,7 @@ def save(path: str | pathlib.Path, lm: LanguageModel, *, overwrite: bool = False
     The directory appears whole or not at all: everything is written next to it and renamed at the end.
 
     Raises:
-      FileExistsError: if there is something at the path, unless ``overwrite``.
+      FileExistsError: if there is something at the path, unless ``overwrite`` and it is a checkpoint or empty.
       TypeError: if the model's configuration is not one of ours, so that `load` could not rebuild the model.
       ValueError: if path is no path or lm no language model, as when the two are swapped.
     """

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import specjax
-from specjax.models import llama_params, save, save_safetensors
+from specjax.models import directory, llama_params, save, save_safetensors
 from specjax.models.load import load
 from tests.models import tiny
 from tests.models.test_families import GGUF_CASES, gguf_entries, gguf_metadata
@@ -70,10 +70,30 @@ def test_nothing_half_written_and_nothing_replaced_unasked(tmp_path):
     assert [entry.name for entry in tmp_path.iterdir()] == ["m"] and not list((tmp_path / "m").iterdir())
     save_safetensors(tmp_path / "m", lm, overwrite=True)
     assert_same(load(tmp_path / "m"), lm)
+    with pytest.raises(ValueError, match="path=''"):
+        save_safetensors("", lm)
     with pytest.raises(ValueError, match="path is a language model"):
         save_safetensors(lm, tmp_path / "m")
     with pytest.raises(TypeError, match="LlamaConfig"):
         save_safetensors(tmp_path / "n", specjax.LanguageModel(lm.model, lm.params))
+
+
+@pytest.mark.parametrize(("change", "said"), [
+    (lambda path: path.write_text("mine"), "is a file"),
+    (lambda path: (path / "src").mkdir(parents=True), r"holds no checkpoint but \['src'\]"),
+    (lambda path: tiny.write_directory(path), "is the current directory or one above it"),
+    (lambda path: path.symlink_to("nothing"), "is a file"),
+])  # fmt: skip
+def test_what_is_no_checkpoint_or_holds_the_current_directory_is_never_replaced(tmp_path, monkeypatch, change, said):
+    path = tmp_path / "m"
+    change(path)
+    if (path / "config.json").exists():
+        (path / "deep").mkdir()
+        monkeypatch.chdir(path / "deep")
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises((FileExistsError, ValueError), match=said), directory.whole(path, True):
+        pytest.fail("something was written")
+    assert sorted(tmp_path.rglob("*")) == before
 
 
 # --- scripts
@@ -114,6 +134,10 @@ def test_a_gguf_file_is_inspected_and_converted(scripts, tmp_path, capsys):
     assert_same(load(tmp_path / "back"), lm)
     with pytest.raises(SystemExit):
         scripts[1].main([str(path), str(tmp_path / "orbax"), "--to", "orbax"])
+    for target, said in ((tmp_path, "is the source or holds it"), (path, "is the source"), (SCRIPTS, "no checkpoint")):
+        with pytest.raises(SystemExit):
+            scripts[1].main([str(path), str(target), "--overwrite"])
+        assert said in capsys.readouterr().err
     assert scripts[1].main([str(tmp_path), str(tmp_path / "new")]) == 1
     assert "neither config.json" in capsys.readouterr().err
 
