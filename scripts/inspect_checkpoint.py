@@ -67,6 +67,8 @@ def opened(path: pathlib.Path) -> tuple[str, LlamaConfig, dict[str, tuple[int, .
     if path.is_dir():
         config, files = huggingface.config_of_directory(path), huggingface.SafetensorsFiles(path)
         types = collections.Counter(files.type_of(name) for name in files.shapes)
+        for name in files.shapes:
+            huggingface.check_type(files.type_of(name), name, path)
         text = "tokenizer.json" if (path / "tokenizer.json").exists() else "none"
         template = " with a chat template" if huggingface.chat_template_of(path) else ""
         return "Hugging Face layout", config, files.shapes, types, text + template

@@ -180,7 +180,7 @@ def _ids(config: DFlashConfig, files: SafetensorsFiles, source: str) -> np.ndarr
     """Target ids of a reduced vocabulary from its offsets."""
     if not config.draft_vocab_size:
         return None
-    offsets, marks = files.read("d2t").astype(np.int64), files.read("t2d").astype(bool)
+    offsets, marks = files.indices("d2t").astype(np.int64), files.indices("t2d").astype(bool)
     ids = offsets + np.arange(len(offsets))
     if not np.array_equal(np.flatnonzero(marks), ids):
         raise ValueError(

@@ -149,8 +149,8 @@ def read_eagle(
     params = llama_params.fill(tree, lambda name, shape: files.read(names[name]), dtype)
     if "d2t" not in found:
         return config, params
-    marks = files.read("t2d").astype(bool) if "t2d" in found else None
-    ids = _ids(files.read("d2t").astype(np.int64), marks, vocab, str(path))
+    marks = files.indices("t2d").astype(bool) if "t2d" in found else None
+    ids = _ids(files.indices("d2t").astype(np.int64), marks, vocab, str(path))
     order = np.argsort(ids, kind="stable")
     if not np.array_equal(order, np.arange(columns)) and "head" in params:
         params["head"] = params["head"][:, order]

@@ -6,15 +6,17 @@ from typing import Any
 
 import numpy as np
 
+from specjax.models.huggingface import check_type
+
 Shapes = dict[str, tuple[int, ...]]
 
 
 def one_file(file: pathlib.Path) -> tuple[Shapes, Callable[[str], np.ndarray]]:
-    """Shapes by name, and a function that reads one tensor.
+    """Shapes by name, and a function that reads one tensor of weights.
 
     Raises:
       FileNotFoundError: no such file; names PyTorch files that would have to be converted.
-      ValueError: not a safetensors file.
+      ValueError: not a safetensors file, or weights that are no floating point numbers.
     """
     import safetensors
 
@@ -26,7 +28,12 @@ def one_file(file: pathlib.Path) -> tuple[Shapes, Callable[[str], np.ndarray]]:
         names = list(opened.keys())
     except safetensors.SafetensorError as error:
         raise ValueError(f"{file} is truncated or not a safetensors file: {error}") from error
-    return {name: tuple(opened.get_slice(name).get_shape()) for name in names}, opened.get_tensor
+
+    def read(name: str) -> np.ndarray:
+        check_type(opened.get_slice(name).get_dtype(), name, file)
+        return opened.get_tensor(name)
+
+    return {name: tuple(opened.get_slice(name).get_shape()) for name in names}, read
 
 
 def check_names(found: Shapes, needed: Shapes, source: str) -> None:

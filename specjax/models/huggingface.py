@@ -69,26 +69,41 @@ class SafetensorsFiles:
         return self._where[name].get_slice(name).get_dtype()
 
     def rows(self, name: str) -> "np.ndarray | Rows":
-        """One tensor, as `read` gives it, to be read a few rows at a time."""
+        """One tensor of weights, as `read` gives it, to be read a few rows at a time."""
         shape, part = self.shapes[name], self._where[name].get_slice(name)
         if len(shape) < 2:
             return self.read(name)
         return Rows(shape, lambda start, stop: self._numbers(name, lambda: part[start:stop]))
 
     def read(self, name: str) -> np.ndarray:
-        """One tensor, bit for bit as stored (bfloat16 as ml_dtypes.bfloat16).
+        """One tensor of weights, bit for bit as stored (bfloat16 as ml_dtypes.bfloat16).
 
         Raises:
-          ValueError: naming a tensor whose type numpy cannot hold.
+          ValueError: naming a tensor that is no floating point numbers, or of a type that numpy cannot hold.
         """
         return self._numbers(name, lambda: self._where[name].get_tensor(name))
 
+    def indices(self, name: str) -> np.ndarray:
+        """One tensor of whole numbers or truth values, such as a map between vocabularies."""
+        return self._where[name].get_tensor(name)
+
     def _numbers(self, name: str, read: Callable[[], np.ndarray]) -> np.ndarray:
+        kind = self.type_of(name)
+        check_type(kind, name, self._file_of[name])
         try:
             return read()
         except (AttributeError, TypeError, KeyError) as error:  # what safetensors raises for 8-bit floats
-            kind = self._where[name].get_slice(name).get_dtype()
             raise ValueError(f"{self._file_of[name]}: tensor {name!r} has the unsupported type {kind}") from error
+
+
+def check_type(kind: str, name: str, file: pathlib.Path) -> None:
+    """Refuses weights that are not stored as floating point numbers: whole ones need a scale, which nothing here has.
+
+    Raises:
+      ValueError: naming file, tensor and type.
+    """
+    if not kind.startswith(("F", "BF")):
+        raise ValueError(f"{file}: tensor {name!r} has the type {kind}; weights must be floating point numbers")
 
 
 def read_json(file: pathlib.Path) -> dict[str, Any]:

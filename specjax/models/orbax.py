@@ -17,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from specjax.models import directory, huggingface, llama, llama_params, tokenizer
@@ -182,12 +183,16 @@ def _check_shapes(folder: pathlib.Path, expected: Mapping[str, Any]) -> None:
         try:
             saved = checkpointer.metadata(folder.absolute()).item_metadata
             shapes = {name: tuple(entry.shape) for name, entry in saved.items()}
+            types = {name: jnp.dtype(entry.dtype) for name, entry in saved.items()}
         except Exception as error:  # orbax raises many kinds for a damaged directory
             raise ValueError(f"{folder} is damaged or not an orbax checkpoint: {error}") from error
     for name in sorted(shapes.keys() | expected.keys()):
         if name not in shapes or name not in expected or shapes[name] != expected[name].shape:
             needed = expected[name].shape if name in expected else "no such weight"
             raise ValueError(f"{folder}: weight {name} is {shapes.get(name, 'missing')}, the model needs {needed}")
+        wanted = expected[name].dtype
+        if jnp.issubdtype(types[name], jnp.floating) != jnp.issubdtype(wanted, jnp.floating):
+            raise ValueError(f"{folder}: weight {name} has the type {types[name]}, the model needs {wanted}")
 
 
 def _reader(folder: pathlib.Path) -> Callable[[str, tuple[int, ...]], "np.ndarray | llama_params.Rows"]:

@@ -198,6 +198,8 @@ def test_tensors_are_read_strictly_by_name(tmp_path):
         read(copied(tmp_path / "a", {"norm.weight": None, "extra.weight": np.zeros(3, np.float32)}))
     with pytest.raises(ValueError, match=r"fc.weight has shape \(64, 128\), the configuration needs \(64, 192\)"):
         read(copied(tmp_path / "b", {"fc.weight": np.zeros((64, 128), np.float32)}))
+    with pytest.raises(ValueError, match=r"tensor 'norm.weight' has the type BOOL; weights must be floating"):
+        read(copied(tmp_path / "g", {"norm.weight": np.ones(64, bool)}))
     with pytest.raises(ValueError, match=r"missing: d2t \(96,\)"):
         read(copied(tmp_path / "c", {"d2t": None}))
     with pytest.raises(ValueError, match=r"missing: input_norm.weight \(192,\)"):

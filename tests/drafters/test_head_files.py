@@ -84,6 +84,7 @@ def test_medusa_files_that_hold_more_heads_than_they_say_are_read_whole(tmp_path
     ({"0.1.linear.bias": None}, r"missing: 0.1.linear.bias \(8,\)"),
     ({"lm_head.weight": np.zeros((2, 2), np.float32)}, r"not part of the drafter: lm_head.weight \(2, 2\)"),
     ({"1.2.weight": np.zeros((V, 9), np.float32)}, r"1.2.weight has shape \(16, 9\), the configuration needs"),
+    ({"1.2.weight": np.zeros((V, 8), np.int32)}, r"safetensors: tensor '\S*1.2.weight' has the type I32; weights must"),
 ])  # fmt: skip
 def test_medusa_tensors_are_read_strictly_by_name(tmp_path, changes, message):
     """Case 112."""

@@ -159,6 +159,14 @@ def edit(path, change):
     (path / "specjax.json").write_text(json.dumps(manifest))
 
 
+def reweigh(path, dtype):
+    """A checkpoint with weights of another type, and a manifest that agrees."""
+    weights = orbax._named(load(path).params)
+    shutil.rmtree(path / "params")
+    orbax._write(path / "params", {name: np.asarray(leaf).astype(dtype) for name, leaf in weights.items()})
+    edit(path, lambda m: m.update(orbax._facts(path / "params")))
+
+
 @pytest.mark.parametrize(
     ("damage", "said"),
     [
@@ -173,9 +181,10 @@ def edit(path, change):
         (lambda path: edit(path, lambda m: m["config"].update(num_layers=13)), r"layers\.12\.down is missing"),
         (lambda path: edit(path, lambda m: m["config"].update(num_layers=11)), r"layers\.11\.\w+ is .*no such weight"),
         (lambda path: edit(path, lambda m: m["config"].update(vocab_size=41)), r"weight embedding is \(20, 40\)"),
+        (lambda path: reweigh(path, np.int32), r"params: weight embedding has the type int32, the model needs float32"),
     ],
     ids=["no weights", "no data", "no index", "cut", "no tokenizer", "manifest cut", "format", "family", "more layers",
-         "fewer layers", "other shape"],
+         "fewer layers", "other shape", "whole numbers"],
 )
 def test_a_damaged_checkpoint_is_an_error_that_says_what_is_wrong(tmp_path, lm, damage, said):
     orbax.save(tmp_path / "saved", lm)
