@@ -8,13 +8,15 @@ and not written: its quantised types would not come back as they were.
 """
 
 import argparse
+import contextlib
+import os
 import pathlib
 import sys
 
 import jax
 
 import specjax
-from specjax.models import directory, fetch, save, save_safetensors
+from specjax.models import directory, fetch, huggingface, orbax, save, save_safetensors
 
 WRITERS = {"safetensors": save_safetensors, "orbax": save}
 
@@ -27,28 +29,47 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--overwrite", action="store_true", help="replace a checkpoint that is there")
     options = parser.parse_args(arguments)
-    source, target = (pathlib.Path(path).expanduser().resolve() for path in (options.source, options.target))
-    if target.exists() and not options.overwrite:  # before minutes of reading
-        parser.error(f"{options.target} exists; --overwrite replaces it")
-    if options.source not in fetch.NAMED and source.is_relative_to(target):
-        parser.error(f"{options.target} is the source or holds it: write elsewhere")
+    for refused, words in refusals(options):  # before minutes of reading
+        if refused:
+            parser.error(words)
+    return options
+
+
+def refusals(options: argparse.Namespace) -> list[tuple[bool, str]]:
+    """What could not be written in the end, with what to say."""
+    source, target = (pathlib.Path(path).expanduser().absolute() for path in (options.source, options.target))
+    inside = options.source not in fetch.NAMED and source.resolve().is_relative_to(target.resolve())
+    above = next(folder for folder in target.parents if folder.exists())
+    quantization = ""
+    with contextlib.suppress(ValueError, OSError, LookupError, TypeError, AttributeError):  # loading says what is wrong
+        quantization = huggingface.read_json(source / orbax.MANIFEST)["config"].get("quantization")
     try:
         directory.free(options.target, options.overwrite)
+        lost = ""
     except (ValueError, OSError) as error:
-        parser.error(str(error))
-    return options
+        lost = str(error)
+    return [
+        (target.exists() and not options.overwrite, f"{options.target} exists; --overwrite replaces it"),
+        (inside, f"{options.target} is the source or holds it: write elsewhere"),
+        (bool(lost), lost),
+        (not above.is_dir(), f"{options.target}: {above} is not a directory; name another place"),
+        (not os.access(above, os.W_OK), f"{options.target}: nothing can be written to {above}; name another place"),
+        (bool(quantization) and options.to == "safetensors", f"{quantization} weights have no place in safetensors: "
+         "--to orbax keeps them, or convert the checkpoint that they were made from"),
+    ]  # fmt: skip
 
 
 def main(arguments: list[str] | None = None) -> int:
     options = parse(arguments)
     try:
         lm = specjax.load(options.source, dtype=options.dtype)
-    except (ValueError, OSError) as error:
+        WRITERS[options.to](options.target, lm, overwrite=options.overwrite)
+    except (ValueError, OSError, ImportError) as error:  # ImportError: of what fetches from a hub
         print(f"cannot convert: {error}", file=sys.stderr)
         return 1
-    WRITERS[options.to](options.target, lm, overwrite=options.overwrite)
-    count = sum(leaf.size for leaf in jax.tree.leaves(lm.params))
-    print(f"{options.target}: {count:,} parameters in {options.dtype}, as {options.to}")
+    leaves = jax.tree.leaves(lm.params)
+    types = "/".join(sorted({str(leaf.dtype) for leaf in leaves}))
+    print(f"{options.target}: {sum(leaf.size for leaf in leaves):,} parameters in {types}, as {options.to}")
     return 0
 
 

@@ -1,4 +1,5 @@
-"""What a checkpoint is, what of it would load, and what is missing or left over. Weights are not read.
+"""What a checkpoint is, what of it would load, and what is missing or left over. Weights are not read, but for
+a head beside an embedding that it should equal; of our own checkpoints names, shapes and sizes are compared, not bytes.
 
     python scripts/inspect_checkpoint.py model.gguf
     python scripts/inspect_checkpoint.py path/to/directory
@@ -13,13 +14,14 @@ import dataclasses
 import math
 import pathlib
 import sys
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
 
-from specjax.models import families, fetch, huggingface, orbax
+from specjax.models import families, fetch, huggingface, llama_params, orbax, tokenizer
 from specjax.models.config import LlamaConfig, from_json
 from specjax.models.gguf import GGUFFile
 from specjax.models.gguf_config import config_of
-from specjax.models.load import complaints
+from specjax.models.load import check_tied, complaints
 
 PLAIN = LlamaConfig(1, 1, 1, 1, 1, 1)
 
@@ -31,60 +33,116 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
+class Found(NamedTuple):
+    """What was opened."""
+
+    kind: str
+    config: LlamaConfig
+    shapes: Mapping[str, tuple[int, ...]]  # of tensors, under Hugging Face names but for our own
+    types: Iterable[str]  # of tensors
+    tokenizer: str
+    refused: Callable[[], list[str]]  # what of the tensors keeps them from loading
+
+
 def main(arguments: list[str] | None = None) -> int:
     options = parse(arguments)
-    named = options.checkpoint in fetch.NAMED
-    path = fetch.fetch(options.checkpoint) if named else pathlib.Path(options.checkpoint).expanduser()
     try:
-        kind, config, shapes, types, text = opened(path)
+        named = options.checkpoint in fetch.NAMED
+        found = opened(fetch.fetch(options.checkpoint) if named else pathlib.Path(options.checkpoint).expanduser())
+        describe(options, found)
+        refused = found.refused()
     except (ValueError, OSError) as error:
-        print(f"would not load: {error}", file=sys.stderr)
-        return 1
-    print(f"{path}: {kind}")
-    print(f"family: {families.family_of(config).name}")
-    for field in dataclasses.fields(config):
-        value = getattr(config, field.name)
-        if value != getattr(PLAIN, field.name):
-            print(f"  {field.name} = {runs(value) if isinstance(value, tuple) and len(value) > 2 else value}")
-    count = sum(map(math.prod, shapes.values()))
-    print(f"tensors: {len(shapes)}, {count:,} parameters; {', '.join(f'{n} {name}' for name, n in types.items())}")
-    print(f"tokenizer: {text}")
-    if options.tensors:
-        for name, shape in shapes.items():
-            print(f"  {name} {tuple(shape)}")
-    found = complaints(shapes, config)
-    if found:
-        print("would not load:\n  " + "\n  ".join(found), file=sys.stderr)
+        refused = [str(error)]
+    if refused:
+        print("would not load: " + "\n  ".join(refused if len(refused) == 1 else ["", *refused]), file=sys.stderr)
         return 1
     print("would load")
     return 0
 
 
-def opened(path: pathlib.Path) -> tuple[str, LlamaConfig, dict[str, tuple[int, ...]], collections.Counter, str]:
-    """(kind, configuration, shapes under Hugging Face names, how many tensors of each type, tokenizer)."""
+def describe(options: argparse.Namespace, found: Found) -> None:
+    config, shapes = found.config, found.shapes
+    print(f"{options.checkpoint}: {found.kind}")
+    print(f"family: {families.family_of(config).name}")
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if value != getattr(PLAIN, field.name):
+            print(f"  {field.name} = {runs(value) if isinstance(value, tuple) and len(value) > 2 else value}")
+    count, types = sum(map(math.prod, shapes.values())), collections.Counter(found.types)
+    print(f"tensors: {len(shapes)}, {count:,} parameters; {', '.join(f'{n} {name}' for name, n in types.items())}")
+    print(f"tokenizer: {found.tokenizer}")
+    if options.tensors:
+        for name, shape in shapes.items():
+            print(f"  {name} {tuple(shape)}")
+
+
+def opened(path: pathlib.Path) -> Found:
+    """By the same checks as `specjax.load`, but for those that read all weights.
+
+    Raises:
+      FileNotFoundError, ValueError: what `specjax.load` would say.
+    """
     if (path / orbax.MANIFEST).exists():
-        raise ValueError(f"{path} was written by specjax.models.save: {saved(path)}; specjax.load checks it, not this")
+        return saved(path)
     if path.is_dir():
-        config, files = huggingface.config_of_directory(path), huggingface.SafetensorsFiles(path)
-        types = collections.Counter(files.type_of(name) for name in files.shapes)
-        for name in files.shapes:
-            huggingface.check_type(files.type_of(name), name, path)
-        text = "tokenizer.json" if (path / "tokenizer.json").exists() else "none"
-        template = " with a chat template" if huggingface.chat_template_of(path) else ""
-        return "Hugging Face layout", config, files.shapes, types, text + template
+        return directory(path)
     if not path.exists():
         raise FileNotFoundError(f"{path} does not exist; known names: {', '.join(fetch.NAMED)}")
     file = GGUFFile(path)
-    entry = file.metadata.get
-    text = f"{entry('tokenizer.ggml.model')}, {len(entry('tokenizer.ggml.tokens', ()))} tokens"
-    text += " with a chat template" if entry("tokenizer.chat_template") else ""
-    types = collections.Counter(info.type for info in file.tensors.values())
-    return f"GGUF, architecture {file.architecture}", config_of(file), file.shapes, types, text
+    text, config = tokenizer.from_gguf(file.metadata, str(path)), config_of(file)
+    words = f"{file.metadata.get('tokenizer.ggml.model')}, {0 if text is None else text.vocab_size} tokens"
+    words += " with a chat template" if file.metadata.get("tokenizer.chat_template") else ""
+    kind, types = f"GGUF, architecture {file.architecture}", [info.type for info in file.tensors.values()]
+    return Found(kind, config, file.shapes, types, words, lambda: tensors_of(file, config, path))
 
 
-def saved(path: pathlib.Path) -> str:
-    config = from_json(huggingface.read_json(path / orbax.MANIFEST)["config"])
-    return f"{families.family_of(config).name}, {config.num_layers} layers, hidden size {config.hidden_size}"
+def directory(path: pathlib.Path) -> Found:
+    """In the Hugging Face layout."""
+    if not (path / "config.json").exists():
+        raise FileNotFoundError(f"{path} has neither config.json (Hugging Face layout) nor {orbax.MANIFEST} (ours)")
+    config, files = huggingface.config_of_directory(path), huggingface.SafetensorsFiles(path)
+    for name in files.shapes:
+        huggingface.check_type(files.type_of(name), name, path)
+    eos_id = config.eos_ids[0] if config.eos_ids else None
+    text = tokenizer.from_directory(path, bos_id=config.bos_id, eos_id=eos_id)
+    words = f"tokenizer.json, {text.vocab_size} tokens" if text else "none"
+    words += " with a chat template" if huggingface.chat_template_of(path) else ""
+    return Found("Hugging Face layout", config, files.shapes, map(files.type_of, files.shapes), words,
+                 lambda: tensors_of(files, config, path))  # fmt: skip
+
+
+def tensors_of(tensors: Any, config: LlamaConfig, path: pathlib.Path) -> list[str]:
+    if found := complaints(tensors.shapes, config):
+        return found
+    check_tied(tensors, config, str(path))
+    return []
+
+
+def saved(path: pathlib.Path) -> Found:
+    """Of our own: the sizes of its files are compared, their checksums are not."""
+    import orbax.checkpoint as ocp
+
+    manifest, folder = huggingface.read_json(path / orbax.MANIFEST), path / "params"
+    if (manifest.get("format"), manifest.get("family")) != (orbax._FORMAT, "llama"):
+        raise ValueError(f"{path / orbax.MANIFEST} is not of format {orbax._FORMAT}, family 'llama'")
+    try:
+        orbax._check_files(folder, {"files": manifest["files"]})
+        config, words, template = from_json(manifest["config"]), manifest["tokenizer"], manifest["chat_template"]
+        text = "none"
+        if words is not None:
+            file = path / "tokenizer.json"
+            read = tokenizer.from_json(file.read_text(encoding="utf-8"), source=str(file), **words)
+            text = f"tokenizer.json, {read.vocab_size} tokens"
+        needed = orbax._named(llama_params.abstract_params(config))
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path / orbax.MANIFEST} is not as specjax.models.save writes it: {error!r}") from None
+    orbax._check_shapes(folder, needed)
+    with ocp.StandardCheckpointer() as checkpointer:
+        stored = checkpointer.metadata(folder.absolute()).item_metadata
+    shapes = {name: tuple(stored[name].shape) for name in needed}
+    types = [str(stored[name].dtype) for name in needed]
+    return Found("written by specjax.models.save", config, shapes, types,
+                 text + (" with a chat template" if template else ""), list)  # fmt: skip
 
 
 def runs(values: tuple[Any, ...]) -> str:

@@ -173,8 +173,7 @@ def strict_params(
         matching = sum(tuple(tensors.shapes.get(name, ())) == shape for name, shape in needed.items())
         lines = "\n  ".join(shown)
         raise ValueError(f"{source}: {matching} of {len(needed)} tensors fit the configuration\n  {lines}")
-    if config.tie_embeddings and _HEAD in tensors.shapes and not _same(tensors.rows(_HEAD), tensors.rows(_EMBEDDING)):
-        raise ValueError(f"{source}: tie_word_embeddings is set, yet {_HEAD} differs from {_EMBEDDING}")
+    check_tied(tensors, config, source)
     with _bar(sum(map(math.prod, needed.values())), progress) as done:
 
         def tensor(name: str, shape: tuple[int, ...]) -> "np.ndarray | llama_params.Rows":
@@ -212,6 +211,16 @@ def complaints(shapes: Mapping[str, tuple[int, ...]], config: LlamaConfig) -> li
         *(f"{name} has shape {found[name]}, the configuration needs {shape}"
           for name, shape in needed.items() if found.get(name, shape) != shape),
     ]
+
+
+def check_tied(tensors: TensorSource, config: LlamaConfig, source: str) -> None:
+    """Refuses a tied model with a head of its own that is not the embedding.
+
+    Raises:
+      ValueError: naming both tensors.
+    """
+    if config.tie_embeddings and _HEAD in tensors.shapes and not _same(tensors.rows(_HEAD), tensors.rows(_EMBEDDING)):
+        raise ValueError(f"{source}: tie_word_embeddings is set, yet {_HEAD} differs from {_EMBEDDING}")
 
 
 def _same(a, b) -> bool:

@@ -1,6 +1,7 @@
 """Checkpoints written in the Hugging Face layout, and the scripts that inspect and convert checkpoints."""
 
 import importlib
+import json
 import sys
 from pathlib import Path
 
@@ -120,6 +121,38 @@ def test_inspection_names_what_is_missing_or_left_over_or_wrong(scripts, tmp_pat
     assert "does not exist" in capsys.readouterr().err
 
 
+def inspected(scripts, capsys, path):
+    """Exit status and last line."""
+    status, said = scripts[0].main([str(path)]), capsys.readouterr()
+    return status, (said.err or said.out).splitlines()[-1]
+
+
+def test_inspection_of_our_own_checkpoints_says_what_load_does(scripts, tmp_path, capsys):
+    lm = load(tiny.write_gguf(tmp_path / "m.gguf"))
+    save(tmp_path / "own", lm)
+    assert inspected(scripts, capsys, tmp_path / "own") == (0, "would load")
+    manifest = json.loads((tmp_path / "own" / "specjax.json").read_text())
+    config = {key: value for key, value in manifest["config"].items() if key != "hidden_size"}
+    for changes in ({"format": 9}, {"config": config}, {"config": []}, {"files": {"_METADATA": 1}}, {"tokenizer": 3}):
+        (tmp_path / "own" / "specjax.json").write_text(json.dumps(manifest | changes))
+        status, line = inspected(scripts, capsys, tmp_path / "own")
+        assert status == 1 and line.startswith("would not load: ") and str(tmp_path / "own") in line
+
+
+def test_inspection_refuses_a_tokenizer_or_a_tied_head_that_load_refuses(scripts, tmp_path, capsys):
+    path = tiny.write_directory(tmp_path / "m")
+    for text in (b"{}", b"\xff"):
+        (path / "tokenizer.json").write_bytes(text)
+        status, line = inspected(scripts, capsys, path)
+        assert status == 1 and line.startswith("would not load: ")
+    (path / "tokenizer.json").unlink()
+    weights = tiny.tensors()
+    tied = tiny.write_directory(tmp_path / "t", weights | {"lm_head.weight": weights["model.embed_tokens.weight"] + 1},
+                                tie_word_embeddings=True)  # fmt: skip
+    status, line = inspected(scripts, capsys, tied)
+    assert status == 1 and "tie_word_embeddings is set, yet lm_head.weight differs" in line
+
+
 def test_a_gguf_file_is_inspected_and_converted(scripts, tmp_path, capsys):
     name, more = GGUF_CASES["qwen2"]
     path = tiny.write_gguf(tmp_path / "m.gguf", gguf_entries(random_weights(CONFIGS[name]), "qwen2", "before"),
@@ -140,6 +173,31 @@ def test_a_gguf_file_is_inspected_and_converted(scripts, tmp_path, capsys):
         assert said in capsys.readouterr().err
     assert scripts[1].main([str(tmp_path), str(tmp_path / "new")]) == 1
     assert "neither config.json" in capsys.readouterr().err
+
+
+def test_conversion_refuses_what_cannot_be_written_before_it_reads(scripts, tmp_path, capsys, monkeypatch):
+    save(tmp_path / "q", load(tiny.TINY_MODELS / "qwen2_bias", quantize="int8"))
+    assert scripts[1].main([str(tmp_path / "q"), str(tmp_path / "again"), "--to", "orbax"]) == 0
+    assert capsys.readouterr().out.endswith(" parameters in float32/int8, as orbax\n")
+    assert load(tmp_path / "again").config.quantization == "int8"
+    monkeypatch.setattr(specjax, "load", lambda *args, **options: pytest.fail("it was read"))
+    (tmp_path / "file").touch()
+    for source, target, words in (
+        (tmp_path / "q", tmp_path / "new", "int8 weights have no place in safetensors: --to orbax keeps them"),
+        (tiny.TINY_MODELS / "qwen2_bias", tmp_path / "file" / "new", f"{tmp_path / 'file'} is not a directory"),
+    ):
+        with pytest.raises(SystemExit) as ended:
+            scripts[1].main([str(source), str(target)])
+        assert ended.value.code == 2 and words in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_an_error_of_writing_is_one_line(scripts, tmp_path, capsys, monkeypatch):
+    def full(*args, **options):
+        raise OSError("no space left")
+
+    monkeypatch.setitem(scripts[1].WRITERS, "orbax", full)
+    assert scripts[1].main([str(tiny.TINY_MODELS / "qwen2_bias"), str(tmp_path / "new"), "--to", "orbax"]) == 1
+    assert capsys.readouterr().err == "cannot convert: no space left\n"
 
 
 def tokens_metadata(metadata):
