@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from specjax.models import families, fetch, huggingface, llama_params, orbax, tokenizer
-from specjax.models.config import LlamaConfig, from_json
+from specjax.models.config import LlamaConfig
 from specjax.models.gguf import GGUFFile
 from specjax.models.gguf_config import config_of
 from specjax.models.load import check_tied, complaints
@@ -122,20 +122,14 @@ def saved(path: pathlib.Path) -> Found:
     """Of our own: the sizes of its files are compared, their checksums are not."""
     import orbax.checkpoint as ocp
 
-    manifest, folder = huggingface.read_json(path / orbax.MANIFEST), path / "params"
-    if (manifest.get("format"), manifest.get("family")) != (orbax._FORMAT, "llama"):
-        raise ValueError(f"{path / orbax.MANIFEST} is not of format {orbax._FORMAT}, family 'llama'")
-    try:
-        orbax._check_files(folder, {"files": manifest["files"]})
-        config, words, template = from_json(manifest["config"]), manifest["tokenizer"], manifest["chat_template"]
-        text = "none"
-        if words is not None:
-            file = path / "tokenizer.json"
-            read = tokenizer.from_json(file.read_text(encoding="utf-8"), source=str(file), **words)
-            text = f"tokenizer.json, {read.vocab_size} tokens"
-        needed = orbax._named(llama_params.abstract_params(config))
-    except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path / orbax.MANIFEST} is not as specjax.models.save writes it: {error!r}") from None
+    (manifest, config), folder = orbax.read_manifest(path), path / "params"
+    orbax._check_files(folder, {"files": manifest["files"]})
+    text, template = "none", manifest["chat_template"]
+    if (words := manifest["tokenizer"]) is not None:
+        file = path / "tokenizer.json"
+        read = tokenizer.from_json(file.read_text(encoding="utf-8"), source=str(file), **words)
+        text = f"tokenizer.json, {read.vocab_size} tokens"
+    needed = orbax._named(llama_params.abstract_params(config))
     orbax._check_shapes(folder, needed)
     with ocp.StandardCheckpointer() as checkpointer:
         stored = checkpointer.metadata(folder.absolute()).item_metadata

@@ -298,12 +298,16 @@ def _restore(path: pathlib.Path, dtype: Any) -> tuple[Any, PyTree]:
             f"{path / MANIFEST} has format {manifest.get('format')!r} and kind {manifest.get('kind')!r}; this version "
             f"of specjax reads format 1 of {', '.join(KINDS)}"
         )
+    orbax.check_entries(path / MANIFEST, manifest, files=dict, config=dict, weights=list)
     orbax._check_files(path / "params", manifest)
-    kind, settings = KINDS[manifest["kind"]], dict(manifest["config"])
-    if "layers" in settings:
-        settings["layers"] = from_json(settings["layers"])
-    config = kind.config(**settings)
-    every, saved = kind.abstract(config, dtype), set(manifest["weights"])
-    absent = {name for name in ("embedding", "head") if name not in saved}  # the target's
+    kind, settings = KINDS[manifest["kind"]], manifest["config"]
+
+    def make():
+        layers = {"layers": from_json(settings["layers"])} if "layers" in settings else {}
+        return kind.config(**{**settings, **layers})
+
+    config = orbax.understood(path / MANIFEST, make)
+    every = kind.abstract(config, dtype)
+    absent = {name for name in ("embedding", "head") if name not in manifest["weights"]}  # the target's
     expected = {name: leaf for name, leaf in every.items() if name not in absent}
     return config, orbax._restore(path / "params", expected)

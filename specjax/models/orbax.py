@@ -14,7 +14,7 @@ import pathlib
 import zlib
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +24,7 @@ from specjax.models import directory, huggingface, llama, llama_params, tokenize
 from specjax.models.config import LlamaConfig, for_tokens, from_json
 from specjax.models.language_model import LanguageModel, checked
 from specjax.sharding import on_mesh, putting, refuse
+from specjax.static import show
 from specjax.types import PyTree
 
 MANIFEST = "specjax.json"
@@ -32,6 +33,8 @@ _CHUNK = 2**22  # bytes of an array that are written, and so can be read, at a t
 _TOGETHER = 4  # chunks that are read at a time
 _BLOCK = 2**22  # bytes of a file that are summed at a time
 _THREADS = 4  # that sum files
+_WHY = "is the file damaged, or written by a newer version of specjax?"
+T = TypeVar("T")
 
 
 def save(path: str | pathlib.Path, lm: LanguageModel, *, overwrite: bool = False) -> None:
@@ -74,14 +77,8 @@ def load(
     Raises:
       ValueError: naming the path, if it is incomplete or damaged, or the weight that is missing or of another shape.
     """
-    manifest = huggingface.read_json(path / MANIFEST)
-    if manifest.get("format") != _FORMAT or manifest.get("family") != "llama":
-        raise ValueError(
-            f"{path / MANIFEST} has format {manifest.get('format')!r} and family {manifest.get('family')!r}; "
-            f"this version of specjax reads format {_FORMAT}, family 'llama'"
-        )
+    manifest, config = read_manifest(path)
     _check_files(path / "params", manifest)
-    config = from_json(manifest["config"])
     stored = llama_params.abstract_params(config, dtype=dtype)
     quantise = bool(quantization) and not config.quantization
     config = dataclasses.replace(config, quantization=config.quantization or quantization)
@@ -89,11 +86,11 @@ def load(
         refuse(mesh, config)
     params = _restore(path / "params", stored, scan_layers=scan_layers, quantise=quantise, put=putting(mesh))
     text = None
-    if manifest["tokenizer"] is not None:
+    if (ids := manifest["tokenizer"]) is not None:
         file = path / "tokenizer.json"
         if not file.exists():
             raise FileNotFoundError(f"{path} is incomplete: {file.name} is missing")
-        text = tokenizer.from_json(file.read_text(encoding="utf-8"), source=str(file), **manifest["tokenizer"])
+        text = tokenizer.from_json(file.read_text(encoding="utf-8"), source=str(file), **ids)
     config = for_tokens(config, text)
     model = llama.model(config, dtype=dtype, scan_layers=scan_layers)
     return LanguageModel(
@@ -104,6 +101,43 @@ def load(
         chat_template=manifest["chat_template"],
         eos_ids=tuple(manifest["eos_ids"]),
     )
+
+
+def read_manifest(path: pathlib.Path) -> tuple[dict[str, Any], LlamaConfig]:
+    """What `save` wrote beside the weights, and the configuration in it.
+
+    Raises:
+      ValueError: naming the file, and the entry that is missing or not understood.
+    """
+    file, none = path / MANIFEST, type(None)
+    manifest = huggingface.read_json(file)
+    if manifest.get("format") != _FORMAT or manifest.get("family") != "llama":
+        raise ValueError(
+            f"{file} has format {manifest.get('format')!r} and family {manifest.get('family')!r}; "
+            f"this version of specjax reads format {_FORMAT}, family 'llama'"
+        )
+    check_entries(file, manifest, files=dict, config=dict, eos_ids=list, tokenizer=(dict, none),
+                  chat_template=(str, none))  # fmt: skip
+    if (ids := manifest["tokenizer"]) is not None:
+        check_entries(file, ids, bos_id=(int, none), eos_id=(int, none))
+        manifest["tokenizer"] = {name: ids[name] for name in ("bos_id", "eos_id")}
+    return manifest, understood(file, lambda: from_json(manifest["config"]))
+
+
+def check_entries(file: pathlib.Path, manifest: Mapping[str, Any], **kinds: Any) -> None:
+    """Refuses a manifest in which an entry is missing or of another type, naming both."""
+    for key, kind in kinds.items():
+        if key not in manifest or not isinstance(manifest[key], kind):
+            what = f"= {show(manifest[key])} is not understood" if key in manifest else "is missing"
+            raise ValueError(f"{file}: {key} {what}; {_WHY}")
+
+
+def understood(file: pathlib.Path, make: Callable[[], T]) -> T:
+    """What ``make`` makes of a manifest's configuration; a ValueError that names the file if it cannot."""
+    try:
+        return make()
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{file}: config is not understood ({error}); {_WHY}") from error
 
 
 def _facts(folder: pathlib.Path) -> dict[str, dict[str, int]]:
@@ -145,7 +179,7 @@ def _check_files(folder: pathlib.Path, manifest: Mapping[str, Any]) -> None:
             raise FileNotFoundError(f"{folder} is incomplete: the file {name} is missing")
         if found[name] != size:
             raise ValueError(f"{folder} is damaged: {name} has {found[name]} bytes, {size} were written")
-    sums = manifest.get("crc32", {})  # older versions wrote none
+    sums = manifest.get("crc32") or {}  # older versions wrote none
     for name, crc in _sums(folder, [name for name in found if name in sums]).items():
         if sums[name] != crc:
             raise ValueError(f"{folder} is damaged: {name} has other bytes than were written (by their CRC-32)")

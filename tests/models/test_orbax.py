@@ -181,10 +181,20 @@ def reweigh(path, dtype):
         (lambda path: edit(path, lambda m: m["config"].update(num_layers=13)), r"layers\.12\.down is missing"),
         (lambda path: edit(path, lambda m: m["config"].update(num_layers=11)), r"layers\.11\.\w+ is .*no such weight"),
         (lambda path: edit(path, lambda m: m["config"].update(vocab_size=41)), r"weight embedding is \(20, 40\)"),
+        (lambda path: edit(path, lambda m: m.pop("files")), r"specjax\.json: files is missing; .* newer version"),
+        (lambda path: edit(path, lambda m: m.update(files=["d"])), r"specjax\.json: files = \['d'\] is not understood"),
+        (lambda path: edit(path, lambda m: m.pop("config")), r"specjax\.json: config is missing"),
+        (lambda path: edit(path, lambda m: m.pop("tokenizer")), r"specjax\.json: tokenizer is missing"),
+        (lambda path: edit(path, lambda m: m.pop("eos_ids")), r"specjax\.json: eos_ids is missing"),
+        (lambda path: edit(path, lambda m: m["tokenizer"].pop("bos_id")), r"specjax\.json: bos_id is missing"),
+        (lambda path: edit(path, lambda m: m["config"].update(wings=2)), r"json: config .*'wings'.* newer version"),
+        (lambda path: edit(path, lambda m: m["config"].pop("rope_scaling")), r"json: config is not .*'rope_scaling'"),
+        (lambda path: edit(path, lambda m: m["config"].update(vocab_size="40")), r"json: config is not understood"),
         (lambda path: reweigh(path, np.int32), r"params: weight embedding has the type int32, the model needs float32"),
     ],
     ids=["no weights", "no data", "no index", "cut", "no tokenizer", "manifest cut", "format", "family", "more layers",
-         "fewer layers", "other shape", "whole numbers"],
+         "fewer layers", "other shape", "no files", "files a list", "no config", "no entry of tokenizer", "no ends",
+         "no begin", "unknown key", "no rope", "text for a size", "whole numbers"],
 )
 def test_a_damaged_checkpoint_is_an_error_that_says_what_is_wrong(tmp_path, lm, damage, said):
     orbax.save(tmp_path / "saved", lm)
