@@ -8,8 +8,10 @@
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
+
+from specjax.static import show
 
 ROPE_KINDS = ("default", "linear", "llama3", "yarn")
 NORMS = ("before", "after", "both")
@@ -182,11 +184,23 @@ class LlamaConfig:
 
 def for_tokens(config: LlamaConfig, tokenizer: Any) -> LlamaConfig:
     """The configuration of a model with this tokenizer (None: only ids): behind its last token, and behind the last id
-    that ends a text, a vocabulary may be padded to a round number."""
+    that ends a text, a vocabulary may be padded to a round number. An earlier bound does not count."""
     if tokenizer is None:
         return config
-    used = max([tokenizer.vocab_size, *(1 + end for end in config.eos_ids)])
-    return config if used >= config.vocab_size else dataclasses.replace(config, num_tokens=used)
+    used = max([tokenizer.vocab_size, *(1 + end for end in config.eos_ids if 0 <= end < config.vocab_size)])
+    return dataclasses.replace(config, num_tokens=0 if used >= config.vocab_size else used)
+
+
+def check_ends(ends: Iterable[Any], vocab_size: int, source: str) -> None:
+    """Refuses ids of a checkpoint that are to end a text and that the model cannot say.
+
+    Raises:
+      ValueError: naming the file and the id.
+    """
+    for end in ends:
+        if isinstance(end, bool) or not isinstance(end, int) or not 0 <= end < vocab_size:
+            raise ValueError(f"{source}: no text could end with the id {show(end)}: the vocabulary has 0 to "
+                             f"{vocab_size - 1}; correct it there")  # fmt: skip
 
 
 def from_json(settings: Mapping[str, Any]) -> LlamaConfig:

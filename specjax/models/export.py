@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from specjax.models import directory, hf_config, llama_params
-from specjax.models.config import LlamaConfig
+from specjax.models.config import LlamaConfig, check_ends
 from specjax.models.language_model import LanguageModel, checked
 
 
@@ -20,8 +20,8 @@ def save_safetensors(path: str | pathlib.Path, lm: LanguageModel, *, overwrite: 
     Raises:
       FileExistsError: if there is something at the path, unless ``overwrite`` and it is a checkpoint or empty.
       TypeError: if the model's configuration is not one of ours.
-      ValueError: if no family has such a configuration, or its weights are quantised; if path is no path or
-        lm no language model.
+      ValueError: if no family has such a configuration, its weights are quantised, or it has num_tokens and no
+        tokenizer; if an id that ends a text is outside the vocabulary; if path is no path or lm no language model.
     """
     from safetensors.numpy import save_file
 
@@ -29,6 +29,10 @@ def save_safetensors(path: str | pathlib.Path, lm: LanguageModel, *, overwrite: 
         lm = checked("lm", lm)
         if not isinstance(lm.config, LlamaConfig):
             raise TypeError(f"only models with a LlamaConfig can be saved, not one with {type(lm.config).__name__}")
+        check_ends(lm.eos_ids, lm.config.vocab_size, "lm")
+        if lm.config.num_tokens and lm.tokenizer is None:
+            raise ValueError(f"num_tokens={lm.config.num_tokens} without a tokenizer has no place in this layout: save "
+                             "with specjax.models.save, which keeps it")  # fmt: skip
         if lm.config.quantization:
             raise ValueError(f"{lm.config.quantization} weights have no place in this layout: save them with "
                              "specjax.models.save, or load the model without quantize= first")

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from specjax.models import families
-from specjax.models.config import LlamaConfig, Rope, RopeScaling
+from specjax.models.config import LlamaConfig, Rope, RopeScaling, check_ends
 from specjax.models.families import BY_GGUF
 from specjax.models.gguf import ROPE_FREQS, GGUFFile
 
@@ -58,7 +58,7 @@ def config_of(file: GGUFFile) -> LlamaConfig:
         if entry(name, head_dim) != head_dim:
             raise ValueError(f"{file.path}: {arch}.{name} is {entry(name)}, only the head size {head_dim} is supported")
     eos = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot")]
-    return LlamaConfig(
+    config = LlamaConfig(
         vocab_size=entry("vocab_size", len(metadata.get("tokenizer.ggml.tokens", ())) or None),
         hidden_size=hidden,
         intermediate_size=entry("feed_forward_length"),
@@ -78,6 +78,8 @@ def config_of(file: GGUFFile) -> LlamaConfig:
         **(_gemma(arch, entry, head_dim, hidden // heads, layers) if arch in _OF else {}),
         **families.fields(family, hidden),
     )
+    check_ends(config.eos_ids, config.vocab_size, str(file.path))
+    return config
 
 
 def _per_layer(file: GGUFFile, family: families.Family, entry, head_dim: int, layers: int) -> dict[str, Any]:

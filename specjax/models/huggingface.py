@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from specjax.models import chat
-from specjax.models.config import LlamaConfig
+from specjax.models.config import LlamaConfig, check_ends
 from specjax.models.hf_config import parse_config, settings_of, token_ids
 from specjax.models.llama_params import Rows
 
@@ -134,7 +134,9 @@ def config_of_directory(path: pathlib.Path) -> LlamaConfig:
     defaults = read_json(generation) if generation.exists() else {}
     eos = list(token_ids(defaults, "eos_token_id", str(generation)))
     given = defaults.get("eos_token_id") is not None
-    return parse_config(settings | {"eos_token_id": eos} if given else settings, source=str(file))
+    config = parse_config(settings | {"eos_token_id": eos} if given else settings, source=str(file))
+    check_ends(config.eos_ids, config.vocab_size, str(generation if given else file))
+    return config
 
 
 # --- the hub -----------------------------------------------------------------------------------------------------

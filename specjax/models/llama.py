@@ -74,7 +74,8 @@ def _capped(x: Array, cap: float) -> Array:
 
 
 def _of_tokens(logits: Array, num_tokens: int) -> Array:
-    """Rows of a padded vocabulary are untrained: no law gives them mass."""
+    """Rows of a padded vocabulary are untrained: no law gives them mass. Those between the tokenizer's last id and an
+    end id behind it count as tokens and keep theirs."""
     if not num_tokens or num_tokens == logits.shape[-1]:
         return logits
     return jnp.where(jnp.arange(logits.shape[-1]) < num_tokens, logits, -jnp.inf)

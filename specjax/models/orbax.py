@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax.models import directory, huggingface, llama, llama_params, tokenizer
-from specjax.models.config import LlamaConfig, for_tokens, from_json
+from specjax.models.config import LlamaConfig, check_ends, for_tokens, from_json
 from specjax.models.language_model import LanguageModel, checked
 from specjax.sharding import on_mesh, putting, refuse
 from specjax.static import show
@@ -45,12 +45,14 @@ def save(path: str | pathlib.Path, lm: LanguageModel, *, overwrite: bool = False
     Raises:
       FileExistsError: if there is something at the path, unless ``overwrite`` and it is a checkpoint or empty.
       TypeError: if the model's configuration is not one of ours, so that `load` could not rebuild the model.
-      ValueError: if path is no path or lm no language model, as when the two are swapped.
+      ValueError: if path is no path or lm no language model, as when the two are swapped; if an id that ends a text is
+        outside the vocabulary.
     """
     with directory.whole(path, overwrite) as folder:
         lm = checked("lm", lm)
         if not isinstance(lm.config, LlamaConfig):
             raise TypeError(f"only models with a LlamaConfig can be saved, not one with {type(lm.config).__name__}")
+        check_ends(lm.eos_ids, lm.config.vocab_size, "lm")
         text = lm.tokenizer
         manifest = {
             "format": _FORMAT,
@@ -121,7 +123,9 @@ def read_manifest(path: pathlib.Path) -> tuple[dict[str, Any], LlamaConfig]:
     if (ids := manifest["tokenizer"]) is not None:
         check_entries(file, ids, bos_id=(int, none), eos_id=(int, none))
         manifest["tokenizer"] = {name: ids[name] for name in ("bos_id", "eos_id")}
-    return manifest, understood(file, lambda: from_json(manifest["config"]))
+    config = understood(file, lambda: from_json(manifest["config"]))
+    check_ends(manifest["eos_ids"], config.vocab_size, str(file))
+    return manifest, config
 
 
 def check_entries(file: pathlib.Path, manifest: Mapping[str, Any], **kinds: Any) -> None:

@@ -1,5 +1,6 @@
 """Checkpoints written in the Hugging Face layout, and the scripts that inspect and convert checkpoints."""
 
+import dataclasses
 import importlib
 import json
 import sys
@@ -58,6 +59,15 @@ def test_tokenizer_and_chat_template_come_along(tmp_path):
     assert_same(other, lm)
     assert other.tokenizer.fingerprint == lm.tokenizer.fingerprint
     assert (other.tokenizer.bos_id, other.tokenizer.eos_id) == (lm.tokenizer.bos_id, lm.tokenizer.eos_id)
+
+
+def test_a_bound_of_the_vocabulary_that_would_be_lost_is_refused(tmp_path):
+    lm = load(tiny.write_directory(tmp_path / "m"))
+    bound = lm._replace(config=dataclasses.replace(lm.config, num_tokens=30))
+    with pytest.raises(ValueError, match=r"num_tokens=30 without a tokenizer has no place.*specjax.models.save"):
+        save_safetensors(tmp_path / "n", bound)
+    save(tmp_path / "o", bound)
+    assert load(tmp_path / "o").config.num_tokens == 30
 
 
 def test_nothing_half_written_and_nothing_replaced_unasked(tmp_path):

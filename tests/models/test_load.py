@@ -1,5 +1,6 @@
 """`specjax.load`: strictness, dispatch, and every source giving the same model."""
 
+import dataclasses
 import json
 import os
 import re
@@ -18,6 +19,7 @@ from tokenizers import Tokenizer, models
 
 import specjax
 from specjax.models import fetch, huggingface
+from specjax.models.config import for_tokens
 from specjax.models.load import load, strict_params
 from tests.models import tiny
 
@@ -254,6 +256,38 @@ def test_an_end_token_that_the_tokenizer_lacks_can_still_be_said(tmp_path):
     path = tiny.write_directory(tmp_path / "m", eos_token_id=20)
     Tokenizer(models.WordLevel({"a": 0}, "a")).save(str(path / "tokenizer.json"))
     assert load(path).config.num_tokens == 21
+
+
+def test_an_end_id_outside_the_vocabulary_is_refused_by_the_file_that_has_it(tmp_path):
+    path = tiny.write_directory(tmp_path / "m", eos_token_id=[2, 40])
+    with pytest.raises(ValueError, match=r"m/config\.json: no text could end with the id 40: .* has 0 to 39"):
+        load(path)
+    (path / "generation_config.json").write_text(json.dumps({"eos_token_id": [2]}))
+    lm = load(path)
+    assert lm.eos_ids == (2,)  # that file wins
+    (path / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 999]}))
+    with pytest.raises(ValueError, match=r"generation_config\.json: no text could end with the id 999"):
+        load(path)
+    gguf = tiny.write_gguf(tmp_path / "m.gguf", **{"tokenizer.ggml.eot_token_id": 40})
+    with pytest.raises(ValueError, match=r"m\.gguf: no text could end with the id 40"):
+        load(gguf)
+    specjax.models.save(tmp_path / "saved", lm)
+    manifest = json.loads((tmp_path / "saved" / "specjax.json").read_text())
+    for end in (40, -1, "2"):
+        (tmp_path / "saved" / "specjax.json").write_text(json.dumps(manifest | {"eos_ids": [end]}))
+        with pytest.raises(ValueError, match=rf"specjax\.json: no text could end with the id {end!r}"):
+            load(tmp_path / "saved")
+        for save in (specjax.models.save, specjax.models.save_safetensors):
+            with pytest.raises(ValueError, match=rf"lm: no text could end with the id {end!r}"):
+                save(tmp_path / "new", lm._replace(eos_ids=(end,)))
+
+
+def test_ids_outside_the_vocabulary_do_not_switch_the_bound_off():
+    text = types.SimpleNamespace(vocab_size=9)
+    ends = dataclasses.replace(CONFIG, eos_ids=(999, -5, 12))
+    assert for_tokens(ends, text).num_tokens == 13
+    assert for_tokens(dataclasses.replace(CONFIG, num_tokens=5), types.SimpleNamespace(vocab_size=40)).num_tokens == 0
+    assert for_tokens(dataclasses.replace(CONFIG, num_tokens=5), None).num_tokens == 5
 
 
 # --- dispatch -------------------------------------------------------------------------------------------------------
