@@ -127,7 +127,7 @@ def saved(path: pathlib.Path) -> Found:
     text, template = "none", manifest["chat_template"]
     if (words := manifest["tokenizer"]) is not None:
         file = path / "tokenizer.json"
-        read = tokenizer.from_json(file.read_text(encoding="utf-8"), source=str(file), **words)
+        read = tokenizer.from_json(huggingface.read_text(file), source=str(file), **words)
         text = f"tokenizer.json, {read.vocab_size} tokens"
     needed = orbax._named(llama_params.abstract_params(config))
     orbax._check_shapes(folder, needed)

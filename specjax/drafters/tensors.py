@@ -26,7 +26,7 @@ def one_file(file: pathlib.Path) -> tuple[Shapes, Callable[[str], np.ndarray]]:
     try:
         opened: Any = safetensors.safe_open(str(file), framework="numpy")
         names = list(opened.keys())
-    except safetensors.SafetensorError as error:
+    except (safetensors.SafetensorError, OSError) as error:
         raise ValueError(f"{file} is truncated or not a safetensors file: {error}") from error
 
     def read(name: str) -> np.ndarray:

@@ -11,6 +11,7 @@ from specjax.models import chat
 from specjax.models.config import LlamaConfig, check_ends
 from specjax.models.hf_config import parse_config, settings_of, token_ids
 from specjax.models.llama_params import Rows
+from specjax.static import show
 
 __all__ = ["SafetensorsFiles", "chat_template_of", "config_of_directory", "download", "parse_config", "read_json",
            "settings_of"]
@@ -34,6 +35,8 @@ class SafetensorsFiles:
         self.path = path
         index = path / "model.safetensors.index.json"
         promised: dict[str, str] = read_json(index).get("weight_map", {}) if index.exists() else {}
+        if not isinstance(promised, dict):
+            raise ValueError(f"{index}: weight_map is {show(promised)}, not an object of tensors and their files")
         for tensor, name in promised.items():
             if not isinstance(name, str) or not name or pathlib.PurePath(name).name != name:
                 raise ValueError(f"{index}: weight_map[{tensor!r}] is {name!r}, not the name of a file beside it")
@@ -57,7 +60,7 @@ class SafetensorsFiles:
 
         try:
             opened = safetensors.safe_open(str(file), framework="numpy")
-        except safetensors.SafetensorError as error:
+        except (safetensors.SafetensorError, OSError) as error:
             raise ValueError(f"{file} is truncated or not a safetensors file: {error}") from error
         for name in opened.keys():  # noqa: SIM118 (not a dict)
             if name in self._where:
@@ -106,11 +109,19 @@ def check_type(kind: str, name: str, file: pathlib.Path) -> None:
         raise ValueError(f"{file}: tensor {name!r} has the type {kind}; weights must be floating point numbers")
 
 
+def read_text(file: pathlib.Path) -> str:
+    """A text. Raises ValueError naming the file if it is not UTF-8."""
+    try:
+        return file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{file} is not a text in UTF-8: {error}") from error
+
+
 def read_json(file: pathlib.Path) -> dict[str, Any]:
     """A JSON object. Raises ValueError naming the file if it is not one."""
     try:
-        value = json.loads(file.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        value = json.loads(read_text(file))
+    except json.JSONDecodeError as error:
         raise ValueError(f"{file} is not valid JSON: {error}") from error
     if not isinstance(value, dict):
         raise ValueError(f"{file} is not a JSON object")
@@ -121,7 +132,7 @@ def chat_template_of(path: pathlib.Path) -> str | None:
     """``chat_template.jinja`` if there is one, else the one in ``tokenizer_config.json``, else None."""
     file = path / "chat_template.jinja"
     if file.exists():
-        return file.read_text(encoding="utf-8")
+        return read_text(file)
     settings = path / "tokenizer_config.json"
     return chat.pick(read_json(settings).get("chat_template"), str(settings)) if settings.exists() else None
 

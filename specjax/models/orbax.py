@@ -92,7 +92,7 @@ def load(
         file = path / "tokenizer.json"
         if not file.exists():
             raise FileNotFoundError(f"{path} is incomplete: {file.name} is missing")
-        text = tokenizer.from_json(file.read_text(encoding="utf-8"), source=str(file), **ids)
+        text = tokenizer.from_json(huggingface.read_text(file), source=str(file), **ids)
     config = for_tokens(config, text)
     model = llama.model(config, dtype=dtype, scan_layers=scan_layers)
     return LanguageModel(

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from specjax.models import sentencepiece
+from specjax.models.huggingface import read_json, read_text
 
 # GGUF token types (gguf.TokenType): these two are cut out of the text before anything else looks at it.
 _CONTROL, _USER_DEFINED = 3, 4
@@ -179,10 +180,10 @@ def from_directory(path: pathlib.Path, *, bos_id: int | None = None, eos_id: int
     file = path / "tokenizer.json"
     if not file.exists():
         return None
-    tokenizer = from_json(file.read_text(encoding="utf-8"), bos_id=bos_id, eos_id=eos_id, source=str(file))
+    tokenizer = from_json(read_text(file), bos_id=bos_id, eos_id=eos_id, source=str(file))
     settings_file = path / "tokenizer_config.json"
     if settings_file.exists():
-        settings = json.loads(settings_file.read_text(encoding="utf-8"))
+        settings = read_json(settings_file)
         tokenizer.bos_id = _special_id(tokenizer, settings, "bos_token", bos_id, settings_file)
         tokenizer.eos_id = _special_id(tokenizer, settings, "eos_token", eos_id, settings_file)
     # A model may name ids past the tokenizer's end (tiny test models do); as text such a token does not exist.

@@ -9,6 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
+from tokenizers import Tokenizer, models
 
 from specjax.models import hf_config, huggingface
 from specjax.models.config import RopeScaling
@@ -273,6 +274,23 @@ def test_whole_numbers_and_truth_values_are_no_weights(tmp_path, dtype, kind):
         path = tiny.write_directory(tmp_path / name, weights)
         with pytest.raises(ValueError, match=rf"model.safetensors: tensor '{name}' has the type {kind}; weights must"):
             load(path)
+
+
+@pytest.mark.parametrize(("change", "said"), [
+    (lambda path: (path / "tokenizer.json").write_bytes(b"{\xff}"), r"m/tokenizer\.json is not a text in UTF-8"),
+    (lambda path: (path / "tokenizer_config.json").write_text("["), r"m/tokenizer_config\.json is not valid JSON"),
+    (lambda path: (path / "chat_template.jinja").write_bytes(b"\xff"), r"m/chat_template\.jinja is not a text in"),
+    (lambda path: (path / "model.safetensors").unlink() or (path / "model.safetensors").mkdir(),
+     r"m/model\.safetensors is truncated or not a safetensors file"),
+    (lambda path: (path / "model.safetensors.index.json").write_text('{"weight_map": ["a"]}'),
+     r"m/model\.safetensors\.index\.json: weight_map is \['a'\], not an object"),
+])  # fmt: skip
+def test_files_that_are_not_what_they_should_be_are_named(tmp_path, change, said):
+    path = tiny.write_directory(tmp_path / "m")
+    Tokenizer(models.WordLevel({"a": 0}, "a")).save(str(path / "tokenizer.json"))
+    change(path)
+    with pytest.raises(ValueError, match=said):
+        load(path)
 
 
 def test_a_type_that_numpy_cannot_hold_is_named(tmp_path):
