@@ -111,6 +111,13 @@ def check(mesh: Any) -> None:
         raise ValueError(f"mesh={show(mesh)}: must have the automatic axes {AXES}, as specjax.sharding.make_mesh has")
 
 
+def _needed(mesh: Any) -> None:
+    """`check`, where there must be one."""
+    if mesh is None:
+        raise ValueError("mesh=None: give what specjax.sharding.make_mesh returns; without a mesh nothing is placed")
+    check(mesh)
+
+
 def spec(mesh: Mesh, axes: tuple[str, ...], shape: tuple[int, ...], rules: Rules = RULES) -> PartitionSpec:
     """Where an array of this shape lies; ``axes`` names its last axes, further ones in front are not shared out."""
     names = [None] * (len(shape) - len(axes)) + [getattr(rules, axis) for axis in axes][-len(shape) or len(axes) :]
@@ -138,7 +145,7 @@ def place_params(mesh: Mesh, params: PyTree, rules: Rules = RULES) -> PyTree:
       params: unrolled or stacked, as `specjax.load` returns them.
       rules: see `Rules`.
     """
-    check(mesh)
+    _needed(mesh)
     return jax.tree_util.tree_map_with_path(
         lambda path, leaf: put(leaf, weight_sharding(mesh, path, np.shape(leaf), rules)), params
     )
@@ -150,9 +157,13 @@ def place(mesh: Mesh, lm: Any, rules: Rules = RULES) -> Any:
     Every batch it decodes must have one row, or a number of rows that ``data`` divides.
 
     Raises:
-      ValueError: a configuration whose heads or MLP the mesh does not divide: the message has the numbers.
+      ValueError: no mesh, no language model; a configuration whose heads or MLP the mesh does not divide: the message
+        has the numbers.
     """
-    check(mesh)
+    _needed(mesh)
+    if not isinstance(getattr(lm, "model", None), Model):
+        way = "place_drafter(mesh, drafter) is for drafters" if isinstance(lm, Drafter) else "specjax.load returns one"
+        raise ValueError(f"lm={show(lm)} is not a language model: {way}")
     refuse(mesh, lm.config, rules)
     return lm._replace(model=on_mesh(mesh, lm.model, rules), params=place_params(mesh, lm.params, rules))
 
@@ -182,9 +193,19 @@ def on_mesh(mesh: Mesh, model: Model, rules: Rules = RULES) -> Model:
 
 def place_drafter(mesh: Mesh, drafter: Drafter, rules: Rules = RULES) -> Drafter:
     """A drafter on a mesh: matrices by the table, all else whole on every device; what is there in parts already, such
-    as a target's embedding, stays. `load_drafter` does it for a target on a mesh."""
-    check(mesh)
-    layout = Layout(mesh, rules)
+    as a target's embedding, stays. `load_drafter` does it for a target on a mesh.
+
+    Raises:
+      ValueError: no mesh, no drafter, or one that was placed otherwise before.
+    """
+    _needed(mesh)
+    if not isinstance(drafter, Drafter):
+        raise ValueError(f"drafter={show(drafter)} is not a drafter: give one such as specjax.load_drafter returns; "
+                         "place(mesh, lm) is for models")
+    layout, before = Layout(mesh, rules), layout_of(drafter)
+    if before not in (None, layout):
+        raise ValueError(f"drafter was placed on {shown(before.mesh)} before, and mesh={shown(mesh)} or its rules are "
+                         "others: place the one it was made from")
 
     def put(path, leaf):
         own = getattr(leaf, "sharding", None)
@@ -193,12 +214,20 @@ def place_drafter(mesh: Mesh, drafter: Drafter, rules: Rules = RULES) -> Drafter
 
     params = jax.tree_util.tree_map_with_path(put, drafter.params)
     functions = (drafter.init, drafter.observe, drafter.draft)
-    init, observe, draft = (fn if _placed(fn, layout) else bind(_within, layout, fn) for fn in functions)
+    init, observe, draft = functions if before else (bind(_within, layout, fn) for fn in functions)
     return drafter._replace(params=params, init=init, observe=observe, draft=draft)
 
 
-def _placed(fn: Any, layout: Layout) -> bool:
-    return isinstance(fn, Bound) and fn.fn is _within and fn.args[0] == layout
+def layout_of(drafter: Drafter) -> Layout | None:
+    """Where `place_drafter` put a drafter."""
+    fn = drafter.draft
+    return fn.args[0] if isinstance(fn, Bound) and fn.fn is _within else None
+
+
+def shown(mesh: Mesh) -> str:
+    """A mesh in messages."""
+    sizes = ", ".join(f"{axis}={size}" for axis, size in mesh.shape.items())
+    return f"a mesh {sizes} of devices {show([device.id for device in mesh.devices.flat], 40)}"
 
 
 def _within(layout: Layout, fn: Any, *args: Any, **kwargs: Any) -> Any:

@@ -169,6 +169,30 @@ def test_a_draft_model_lies_in_parts_and_what_is_there_already_stays(tmp_path):
     assert all(a is b for a, b in zip(jax.tree.leaves(kept), jax.tree.leaves(own.params), strict=True))
 
 
+def test_a_drafter_elsewhere_than_its_target_is_refused_with_both_meshes():
+    two, four = sharding.make_mesh(1, 2), sharding.make_mesh(1, 4)
+    lm, small = sharding.place(two, alone()), sharding.place(four, alone())
+    for drafter in (drafters.model(small, lm, 2), sharding.place_drafter(four, drafters.ngram())):
+        with pytest.raises(ValueError, match=r"drafter lies on a mesh data=1, model=4 of .* target on a mesh data=1"):
+            specjax.generate(lm, PROMPTS, drafter=drafter)
+    with pytest.raises(ValueError, match=r"placed on a mesh data=1, model=4 of .* before, and mesh=a mesh data=1, mod"):
+        sharding.place_drafter(two, sharding.place_drafter(four, drafters.ngram()))
+
+
+def test_what_is_placed_and_where_must_be_given():
+    mesh, lookup = sharding.make_mesh(1, 2), drafters.ngram()
+    for call, words in (
+        (lambda: sharding.place(None, alone()), "mesh=None: give what specjax.sharding.make_mesh returns"),
+        (lambda: sharding.place_drafter(None, lookup), "mesh=None: give what"),
+        (lambda: sharding.place_drafter(mesh, None), "drafter=None is not a drafter"),
+        (lambda: sharding.place_drafter(mesh, alone()), r"is not a drafter: .* place\(mesh, lm\) is for models"),
+        (lambda: sharding.place(mesh, lookup), r"is not a language model: place_drafter\(mesh, drafter\) is for draft"),
+        (lambda: sharding.place(mesh, None), "lm=None is not a language model: specjax.load returns one"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            call()
+
+
 def test_slots_on_a_mesh_say_the_same_and_a_row_is_put_in_without_a_collective(monkeypatch, caplog):
     """Case 146: rows come and go in slots that lie on two data replicas; nothing is compiled after the first ones."""
     lm, given = sharding.place(sharding.make_mesh(2, 4), alone()), options()

@@ -3,6 +3,10 @@
 import inspect
 from typing import Any
 
+import jax
+from jax.sharding import Mesh, NamedSharding
+
+from specjax import sharding
 from specjax.models.language_model import LanguageModel, checked
 from specjax.static import show, whole
 from specjax.types import Drafter
@@ -25,6 +29,7 @@ def checked_drafter(drafter: Any, lm: LanguageModel, otherwise: str = "") -> Dra
                 f"drafter was made for a target of {drafter.vocab_size} tokens and this one has "
                 f"{lm.model.vocab_size}: make one for this model"
             )
+        _check_together(drafter, lm)
         return drafter
     shown = show(drafter)
     if isinstance(drafter, LanguageModel):
@@ -35,6 +40,25 @@ def checked_drafter(drafter: Any, lm: LanguageModel, otherwise: str = "") -> Dra
     else:
         remedy = f"give a drafter such as specjax.drafters.ngram(){otherwise}"
     raise ValueError(f"drafter={shown}: {remedy}")
+
+
+def _check_together(drafter: Drafter, lm: LanguageModel) -> None:
+    """Refuses a drafter that lies on other devices than a target on a mesh, where JAX would name neither.
+
+    Raises:
+      ValueError: naming both meshes.
+    """
+    theirs, placed = lm.model.layout and lm.model.layout.mesh, sharding.layout_of(drafter)
+    if theirs is None:
+        return
+    lies = (getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(drafter.params))
+    meshes = {each.mesh for each in lies if isinstance(each, NamedSharding) and isinstance(each.mesh, Mesh)}
+    for mesh in meshes | ({placed.mesh} if placed else set()):
+        if set(mesh.devices.flat) != set(theirs.devices.flat):
+            raise ValueError(
+                f"drafter lies on {sharding.shown(mesh)} and the target on {sharding.shown(theirs)}: place both on one "
+                "with specjax.sharding.place and place_drafter"
+            )
 
 
 def checked_pair(
