@@ -71,7 +71,7 @@ def _how(parser: argparse.ArgumentParser) -> None:
     add("--length", type=int, default=300, help="with --passes: committed tokens")
     add("--peer", choices=["transformers"], help="the same weights and prompts with this library, in the same turns")
     add("--peer-python", default=sys.executable, metavar="FILE",
-        help="a Python that has torch and transformers; default this one (pip install 'specjax[peers]')")
+        help="a Python that has torch and transformers; default this one (pip install '.[peers]' in the clone)")
     add("--peer-assistant", type=pathlib.Path, metavar="DIR", help="a draft model for the peer's assisted generation")
     add("--json", type=pathlib.Path, metavar="FILE", help="everything that was measured, also while it goes on")
     add("--html", type=pathlib.Path, metavar="FILE", help="a report with plots, in one file")
@@ -104,5 +104,5 @@ def _refusals(args: argparse.Namespace) -> list[tuple[bool, str]]:
         (bool(args.peer_assistant) and not args.peer_assistant.is_dir(), f"--peer-assistant {args.peer_assistant}: "
          "no such directory"),
         (bool(args.html) and importlib.util.find_spec("matplotlib") is None, "--html needs matplotlib: pip install "
-         "'specjax[plots]'"),
+         "'.[plots]' in the clone"),
     ]  # fmt: skip

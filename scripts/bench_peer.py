@@ -19,7 +19,8 @@ from typing import Any
 
 PLAIN, LOOKUP, ASSISTED = "plain", "prompt lookup", "assisted"
 LOOKUP_TOKENS = 10  # what its documentation uses
-MISSING = "needs torch and transformers: pip install 'specjax[peers]', or name a Python that has them by --peer-python"
+MISSING = ("needs torch and transformers: pip install '.[peers]' in the clone, or name a Python that has them by "
+           "--peer-python")  # fmt: skip
 
 
 # --- this side

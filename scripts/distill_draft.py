@@ -7,7 +7,7 @@
 From top to bottom: the target writes text of its own, with its laws; a student learns from it; the drafter is saved;
 held-out prompts are decoded plainly and with it, by turns. What is stopped goes on when the same command is given
 again. `specjax.load_drafter(DIR, target)` and `scripts/generate.py --drafter DIR` take the result as it is. Needs the
-extra `train`: pip install 'specjax[train]'.
+extra `train`: pip install '.[train]' in the clone.
 """
 
 import json
@@ -107,7 +107,7 @@ def progress_bar() -> None:
     try:
         import tqdm  # noqa: F401
     except ImportError:
-        raise ValueError("tqdm is missing: pip install 'specjax[train]'") from None
+        raise ValueError("tqdm is missing: pip install '.[train]' in the clone") from None
 
 
 # --- text

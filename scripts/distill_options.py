@@ -148,7 +148,7 @@ def _yaml(text: str) -> Any:
     try:
         import yaml
     except ImportError:
-        raise ValueError("a .yaml file needs PyYAML (pip install 'specjax[train]'); or write .json") from None
+        raise ValueError("a .yaml file needs PyYAML (pip install '.[train]' in the clone); or write .json") from None
     return yaml.safe_load(text)
 
 

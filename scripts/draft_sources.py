@@ -29,6 +29,8 @@ def choose(name: str, model: str = "", offered: Sequence[str] = SOURCES) -> Sour
     Raises:
       ValueError: none of them.
     """
+    if not name:
+        raise ValueError(f"--drafter is empty: give one of {', '.join(offered)}, or a drafter's directory")
     if name in SOURCES:
         return Source(name, name)
     from specjax.drafters import shipped

@@ -122,5 +122,5 @@ def figure_class(option: str):
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        raise ValueError(f"{option} needs matplotlib: pip install 'specjax[plots]'") from None
+        raise ValueError(f"{option} needs matplotlib: pip install '.[plots]' in the clone") from None
     return Figure

@@ -5,7 +5,7 @@
     python scripts/simulate.py --p .7,.2,.1 --q .5,.3,.2 --draft-cost 0.1 --out /tmp/figures
 
 Every round drafts K tokens i.i.d. from q and verifies them against p. The figures need matplotlib:
-pip install '.[plots]'.
+pip install '.[plots]' in the clone.
 """
 
 import argparse
@@ -141,7 +141,7 @@ def figures(args, simulation):
     try:
         import matplotlib
     except ImportError:
-        raise ValueError("the figures need matplotlib: pip install '.[plots]', or pass --no-figures") from None
+        raise ValueError("figures need matplotlib: pip install '.[plots]' in the clone, or pass --no-figures") from None
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 

@@ -82,7 +82,12 @@ class Adaptive:
         if self.costs is not None:
             if not isinstance(self.costs, CostModel):
                 raise ValueError(f"adaptive.costs={show(self.costs)}: give None or what theory.cost_model returned")
-            self.costs.seconds((0, self.sizes[-1]))
+            self.costs.seconds((0,))
+            if self.sizes[-1] > (most := self.costs.sizes[-1]):
+                raise ValueError(
+                    f"adaptive.costs={show(self.costs)} are of 0..{most} draft tokens, not of {self.sizes[-1]}: give "
+                    f"tiers of at most {most}, as tiers=(0, {most}), or measure again: theory.cost_model(lm, drafter)"
+                )
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -249,10 +254,10 @@ Policy = Adaptive | Heuristic | Fixed
 
 
 def checked(adaptive: Any, num_draft_tokens: int) -> Policy | None:
-    """The policy with its tiers filled in; None for False, and where a drafter drafts nothing.
+    """The policy with its tiers filled in; None for False.
 
     Raises:
-      ValueError: no policy; more draft tokens than this drafter has; costs of fewer.
+      ValueError: no policy, or one for no draft tokens; more draft tokens than this drafter has; costs of fewer.
     """
     if adaptive is False or adaptive is None:
         return None
@@ -260,7 +265,7 @@ def checked(adaptive: Any, num_draft_tokens: int) -> Policy | None:
     if not isinstance(policy, Policy):
         raise ValueError(f"adaptive={show(adaptive)}: give True, False, or specjax.Adaptive(), Heuristic() or Fixed(k)")
     if not num_draft_tokens:
-        return None
+        raise ValueError(f"adaptive={show(adaptive)} without a drafter: give one, or leave it out")
     if not isinstance(policy, Fixed) and policy.tiers is None:
         least = 0 if isinstance(policy, Adaptive) else 1
         tiers = (*(size for size in (least, *TIERS[1:]) if size < num_draft_tokens), num_draft_tokens)

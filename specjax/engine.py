@@ -57,6 +57,7 @@ class Engine:
         max_stop_sequences: int = 4,
         max_stop_tokens: int = 8,
         max_biases: int = 32,
+        adaptive: bool = False,
     ):
         """Allocates the slots.
 
@@ -70,10 +71,14 @@ class Engine:
           max_eos_ids: most ids that end a text, per request.
           max_stop_sequences, max_stop_tokens: most token sequences that end a text, and tokens of the longest.
           max_biases: most tokens with a bias or ban.
+          adaptive: only False: rows come and go, and `specjax.generate` without slots chooses for a whole batch.
 
         Raises:
           ValueError: an argument that cannot be honoured; names it, its value and the remedy.
         """
+        if adaptive is not False and adaptive is not None:
+            raise ValueError(f"adaptive={show(adaptive)}: rows come and go, which no policy follows; leave it out, or "
+                             "use specjax.generate without slots")
         self._lm, self._drafter = checked("lm", lm), drafter  # the programs hold their functions weakly
         self._fixed: dict[str, Any] = {
             "drafter": drafter, "rule": rule, "logprobs": logprobs, "prefill_chunk": prefill_chunk

@@ -69,8 +69,6 @@ def make(
     """Checks a request; None if there is no prompt in it. See `specjax.generate` for the arguments."""
     _check_names(sampling)
     lm = checked("lm", lm)
-    if drafter is None and adaptive is not None and adaptive is not False:
-        raise ValueError(f"adaptive={show(adaptive)} without a drafter: give one, or leave it out")
     drafter = plain() if drafter is None else checked_drafter(drafter, lm, ", or None to decode plainly")
     rule = _rule(rule, drafter)
     policy = pacing.checked(adaptive, drafter.num_draft_tokens)

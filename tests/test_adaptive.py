@@ -240,7 +240,7 @@ def test_settings_that_make_no_sense_are_refused_by_name_where_they_are_written(
     (3, "adaptive=3"), ("yes", "adaptive='yes'"), (1, "adaptive=1"), (Adaptive, "adaptive=.*Adaptive"),
     (Adaptive(tiers=(0, 5)), r"adaptive\.tiers=.*4"), (Heuristic(tiers=(1, 5)), r"adaptive\.tiers="),
     (Heuristic(start=9), r"adaptive\.start=9.*1 to 4"), (Fixed(9), r"adaptive\.num_draft_tokens=9.*4"),
-    (Adaptive(costs=SHORT), "costs=.*0..2"),
+    (Adaptive(costs=SHORT), "adaptive.costs=.*0..2"),
 ])  # fmt: skip
 def test_what_this_drafter_cannot_do_is_refused_by_name(wrong, named):
     with pytest.raises(ValueError, match=f"^{named}"):
@@ -262,5 +262,13 @@ def test_what_cannot_be_adaptive_is_refused():
         specjax.generate(target(), PROMPTS[0], drafter=python, adaptive=True)
     with pytest.raises(ValueError, match="adaptive=True without a drafter"):
         specjax.generate(target(), PROMPTS[0], adaptive=True)
-    assert checked(True, 0) is None is checked(False, 4)
+    with pytest.raises(ValueError, match="adaptive=True without a drafter"):
+        specjax.generate(target(), PROMPTS[0], adaptive=True, drafter=specjax.plain())
+    with pytest.raises(ValueError, match="adaptive=True: rows come and go"):
+        specjax.Engine(target(), slots=1, capacity=8, adaptive=True)
+    few = CostModel((0, 2), (1.0, 1.0), (0.0, 0.0))
+    with pytest.raises(ValueError, match=r"are of 0..2 draft tokens, not of 4: give tiers of at most 2"):
+        checked(Adaptive(costs=few), 4)
+    assert checked(Adaptive(costs=few, tiers=(0, 2)), 4).sizes == (0, 2)
+    assert checked(False, 4) is None
     assert [checked(True, 5).sizes, checked(Heuristic(), 2).sizes] == [(0, 2, 4, 5), (1, 2)]

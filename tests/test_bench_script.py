@@ -87,7 +87,7 @@ def test_a_page_without_matplotlib_is_refused(bench, capsys, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(SystemExit):
         bench.options.parse(["--html", "a.html"])
-    assert "pip install 'specjax[plots]'" in capsys.readouterr().err
+    assert "pip install '.[plots]' in the clone" in capsys.readouterr().err
 
 
 def test_groups_hold_every_prompt_and_are_full(bench):

@@ -81,7 +81,7 @@ def test_a_file_of_other_options_is_refused(script, tmp_path, capsys, said, word
 
 def test_a_missing_progress_bar_names_the_extra(script, monkeypatch):
     monkeypatch.setitem(sys.modules, "tqdm", None)
-    with pytest.raises(ValueError, match=r"specjax\[train\]"):
+    with pytest.raises(ValueError, match=r"'\.\[train\]'"):
         script.progress_bar()
 
 

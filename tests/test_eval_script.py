@@ -117,7 +117,7 @@ def test_drafters_are_measured_side_by_side(script, directory, tmp_path, monkeyp
     [
         ("--split tune", "^ValueError: --split tune: 2 prompts have none"),
         ("--drafter nowhere", "^ValueError: --drafter nowhere is no draft source and no directory"),
-        ("--plot a.png", r"^ValueError: --plot needs matplotlib: pip install 'specjax\[plots\]'"),
+        ("--plot a.png", r"^ValueError: --plot needs matplotlib: pip install '\.\[plots\]'"),
     ],
 )
 def test_what_cannot_work_ends_the_program_in_one_line(script, tmp_path, monkeypatch, line, words):

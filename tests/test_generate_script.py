@@ -125,7 +125,15 @@ def test_directories_become_drafters(script, tmp_path):
     assert build(script.parse(["hi", "--drafter", str(tmp_path / "run")]), lm).num_draft_tokens == 5
     parsed = script.parse(["hi", "--drafter", str(tmp_path / "run" / "drafter"), "--num-draft-tokens", "3"])
     assert build(parsed, lm).num_draft_tokens == 3
-    with pytest.raises(ValueError, match=r"^--tree: not for what .*run holds"):
+    with pytest.raises(ValueError, match=r"^--drafter is empty: give one of ngram"):
+        build(script.parse(["hi", "--drafter", ""]), lm)
+    with pytest.raises(TypeError, match=r"^recycling drafters, as .* have no option 'foo': num_draft_tokens"):
+        specjax.load_drafter(tmp_path / "run", lm, foo=1)
+    with pytest.raises(ValueError, match="any_target='x': must be True or False"):
+        specjax.load_drafter(tmp_path / "run", lm, any_target="x")  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match="scan_layers='no': must be True or False"):
+        specjax.load(TINY, scan_layers="no")  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match=r"^--tree: not for what .*run holds .*drafted by heads \(eagle, mtp"):
         build(script.parse(["hi", "--drafter", str(tmp_path / "run"), "--tree", "2,1"]), lm)
     with pytest.raises(FileNotFoundError, match=r"has neither config\.json"):
         build(script.parse(["hi", "--drafter", str(tmp_path)]), lm)

@@ -204,5 +204,5 @@ def test_no_picture_without_steps_or_matplotlib(tmp_path, monkeypatch):
         report(tmp_path)
     write(tmp_path / "metrics.jsonl", [{"step": 1, "loss": 1.0, "tokens": 2.0}])
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ValueError, match=r"pip install 'specjax\[plots\]'"):
+    with pytest.raises(ValueError, match=r"pip install '\.\[plots\]'"):
         report(tmp_path)

@@ -245,7 +245,7 @@ def test_calls_that_make_no_sense_are_refused(how, words):
 def test_what_is_not_installed_is_named(monkeypatch, tmp_path):
     for name in ("tqdm", "tensorboardX"):
         monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(ValueError, match=r"tqdm: pip install 'specjax\[train\]', or progress=False"):
+    with pytest.raises(ValueError, match=r"tqdm: pip install '\.\[train\]' in the clone, or progress=False"):
         fit(None, progress=True)
     with pytest.raises(ValueError, match="pip install tensorboardX"):
         fit(tmp_path, tensorboard=True)

@@ -339,5 +339,5 @@ def progress_bar(shown: bool, done: int, total: int, unit: str) -> Any:
     try:
         from tqdm import tqdm
     except ImportError:
-        raise ValueError("tqdm is missing: pip install 'specjax[train]', or progress=False") from None
+        raise ValueError("tqdm is missing: pip install '.[train]' in the clone, or progress=False") from None
     return tqdm(total=total, initial=done, unit=unit, mininterval=1)

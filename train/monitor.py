@@ -190,7 +190,7 @@ def _bar(steps: int, done: int) -> Any:
     try:
         from tqdm import tqdm
     except ImportError:
-        raise ValueError("progress=True needs tqdm: pip install 'specjax[train]', or progress=False") from None
+        raise ValueError("progress=True needs tqdm: pip install '.[train]' in the clone, or progress=False") from None
     return tqdm(total=steps, initial=done, unit="step")
 
 

@@ -44,7 +44,7 @@ def _figure(found: dict[str, np.ndarray], evaluations: list[dict[str, Any]], wid
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        raise ValueError("a report needs matplotlib: pip install 'specjax[plots]'") from None
+        raise ValueError("a report needs matplotlib: pip install '.[plots]' in the clone") from None
     figure = Figure(figsize=(11, 7), layout="constrained")
     (loss, alpha), (depths, tau) = figure.subplots(2, 2)
     tokens = np.cumsum(np.nan_to_num(found["tokens"]))

@@ -15,6 +15,7 @@ Beside any of them ``specjax_target.json`` says which target it was made for.
 
 import dataclasses
 import functools
+import inspect
 import json
 import os
 import pathlib
@@ -35,6 +36,7 @@ from specjax.drafters.medusa import abstract_params as medusa_params
 from specjax.drafters.model import model
 from specjax.drafters.mtp import MTPConfig, mtp
 from specjax.drafters.mtp import abstract_params as mtp_params
+from specjax.drafters.recycling import recycling
 from specjax.drafters.recycling_files import RecyclingConfig
 from specjax.models import directory, orbax
 from specjax.models.config import from_json
@@ -103,8 +105,11 @@ def load_drafter(
       FileNotFoundError: nothing at the path, or a part of it is missing.
       ValueError: a layout that is not recognised; anything in the files that is not understood; a head that does not
         fit the target.
+      TypeError: an option that this drafter does not have; names those that it has.
     """
     target, path = checked("target", target), _located(path)
+    if not isinstance(any_target, bool):
+        raise ValueError(f"any_target={show(any_target)}: must be True or False")
     if not any_target:
         _check_target(path, target)
     drafter, layout = _loaded(path, target, dtype, feature_layers, options), target.model.layout
@@ -118,10 +123,25 @@ def _loaded(
         if feature_layers is not None:
             raise ValueError(f"feature_layers={show(feature_layers)}: {path} holds no head, it reads none")
         if recycling_files.recognises(path):
+            _check_options(path, recycling, options)
             return recycling_files.load(path, target, **options)
+        _check_options(path, model, options)
         return model(orbax.load(path, dtype=jnp.dtype(weight_dtype(dtype)).name), target, **options)
     config, params = read(path, target=target, dtype=dtype, feature_layers=feature_layers)
-    return _kind_of(config).build(config, _shared(params, target), target, **options)
+    build = _kind_of(config).build
+    _check_options(path, build, options)
+    return build(config, _shared(params, target), target, **options)
+
+
+def _check_options(path: pathlib.Path, factory: Callable[..., Drafter], options: dict) -> None:
+    """Refuses what is no option of a factory, in words of its own."""
+    known = [name for name in inspect.signature(factory).parameters
+             if name not in ("config", "params", "draft", "target", "vocab_size", "tables")]  # fmt: skip
+    for name in options:
+        if name not in known:
+            trees = f"; a tree is drafted by heads ({', '.join(KINDS)})" if name == "tree" else ""
+            what = factory.__name__  # pyright: ignore[reportAttributeAccessIssue]
+            raise TypeError(f"{what} drafters, as {path} holds, have no option {name!r}: {', '.join(known)}{trees}")
 
 
 def read(

@@ -74,10 +74,11 @@ def load(
       ValueError: for anything in the files that is not understood: the message names the tensor, key or type; for an
         argument that is not one of those above.
     """
+    for name, flag in (("scan_layers", scan_layers), ("progress", progress)):
+        if not isinstance(flag, bool):
+            raise ValueError(f"{name}={show(flag)}: must be True or False")
     how = _How(_dtype_name(dtype), scan_layers, mesh, int8.checked_kind(quantize), progress)
     check(mesh)
-    if not isinstance(progress, bool):
-        raise ValueError(f"progress={show(progress)}: must be True or False")
     if not isinstance(name_or_path, (str, os.PathLike)) or not os.fspath(name_or_path):
         raise ValueError(
             f"name_or_path={show(name_or_path)}: give a known name ({', '.join(fetch.NAMED)}), "
