@@ -76,6 +76,7 @@ def refusals(args: argparse.Namespace) -> list[tuple[bool, str]]:
     kind = args.drafter if args.drafter in (*SOURCES, AUTO) else STORED
     heads = (*HEADS, "cascade")
     return [
+        (not args.drafter, "--drafter is empty: give a source, a directory or a name"),
         ((kind in MODELS) != bool(args.draft_model), f"--draft-model and --drafter {', '.join(MODELS)} go together"),
         (kind in HEADS and not args.draft_checkpoint, f"--drafter {kind} needs --draft-checkpoint DIR, or random"),
         (bool(args.draft_checkpoint) and kind not in heads, f"--draft-checkpoint needs --drafter {', '.join(heads)}"),

@@ -35,7 +35,7 @@ def script():
         ("hi --drafter cascade --draft-checkpoint random", "trained"),
         ("hi --tables x", "--tables"),
         ("hi --drafter cascade --tables x --draft-checkpoint y", "one of them"),
-        ("hi --tree 2,1", "--tree"),
+        ("hi --tree 2,1", "--tree"), ("hi --drafter=", "--drafter is empty"),
         ("hi --drafter medusa --draft-checkpoint random --tree 2 --coupled", "--tree"),
         ("hi --drafter medusa --draft-checkpoint random --tree 2 --num-draft-tokens 2", "number of nodes"),
         ("hi --drafter lookahead --num-draft-tokens 2", "lookahead"),
@@ -126,7 +126,7 @@ def test_directories_become_drafters(script, tmp_path):
     parsed = script.parse(["hi", "--drafter", str(tmp_path / "run" / "drafter"), "--num-draft-tokens", "3"])
     assert build(parsed, lm).num_draft_tokens == 3
     with pytest.raises(ValueError, match=r"^--drafter is empty: give one of ngram"):
-        build(script.parse(["hi", "--drafter", ""]), lm)
+        script.draft_sources.choose("")
     with pytest.raises(TypeError, match=r"^recycling drafters, as .* have no option 'foo': num_draft_tokens"):
         specjax.load_drafter(tmp_path / "run", lm, foo=1)
     with pytest.raises(ValueError, match="any_target='x': must be True or False"):
