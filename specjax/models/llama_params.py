@@ -36,7 +36,9 @@ import dataclasses
 import functools
 import math
 import operator
+import os
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import jax
@@ -47,8 +49,10 @@ from specjax.models import int8
 from specjax.models.config import LlamaConfig
 from specjax.types import Array, PyTree
 
-ROWS = 32  # at a time: what they are turned to stays in the cache of one core
-BLOCK = 2**20  # numbers read at a time
+ROWS = 128  # turned at a time: they stay in the cache of one core
+PAD = 16  # numbers between them there: rows that lie a power of two apart would push each other out
+BLOCK = 2**18  # numbers read at a time
+THREADS = min(8, os.cpu_count() or 1)
 NORMS = {  # ours: theirs, by `LlamaConfig.norms`
     "before": {"input_norm": "input_layernorm", "post_norm": "post_attention_layernorm"},
     "after": {"attention_norm": "post_attention_layernorm", "mlp_norm": "post_feedforward_layernorm"},
@@ -192,7 +196,7 @@ def fill(
         weight = aligned((len(layers), *shape), np.dtype(np.int8) if inside else layers[0].dtype or dtype)
         scale = np.empty((len(layers), shape[-1]), np.float32) if inside else [None] * len(layers)
         for index, source in enumerate(layers):
-            _read(source, tensor, weight[index, ...], scale[index])  # a view also of single numbers
+            _read(source, tensor, weight[index, ...], scale[index], pool)  # a view also of single numbers
         if isinstance(leaf, Source):
             weight, scale = weight[0, ...], scale[0]
         if inside:
@@ -200,13 +204,14 @@ def fill(
             scales.append((to, put(to, np.asarray(scale))))
         return put(path, weight)
 
-    params = jax.tree_util.tree_map_with_path(build, tree, is_leaf=_is_source)
+    with ThreadPoolExecutor(THREADS) as pool:
+        params = jax.tree_util.tree_map_with_path(build, tree, is_leaf=_is_source)
     for path, scale in scales:
         functools.reduce(lambda node, key: node[key.key], path[:-1], params)[path[-1].key] = scale
     return params
 
 
-def _read(source: Source, tensor: Callable, weight: np.ndarray, scale: np.ndarray | None) -> None:
+def _read(source: Source, tensor: Callable, weight: np.ndarray, scale: np.ndarray | None, pool) -> None:
     """Fills a weight, and its scale if it is to be int8, with the tensors of its source."""
     start = 0
     for name, shape in zip(source.names, source.shapes):
@@ -216,18 +221,29 @@ def _read(source: Source, tensor: Callable, weight: np.ndarray, scale: np.ndarra
         if not shape:
             weight[...] = part
             continue
-        # Read a block, turned and converted a few rows at a time, straight to their place: whole copies would double
-        # the peak of memory, and turning a large matrix at once takes three times as long.
         step = getattr(part, "step", 0) or max(ROWS, BLOCK // math.prod(shape[1:]) // ROWS * ROWS)
-        for first in range(0, shape[0], step):
-            block = np.asarray(part[first : first + step])
-            for row in range(0, len(block), ROWS):
-                few = block[row : row + ROWS]
-                at = slice(start + row, start + row + len(few))
-                if scale is not None:
-                    few, scale[at] = int8.rounded(few, f"tensor {name!r}")
-                weight[..., at] = few.T
-            start += len(block)
+        block = functools.partial(_block, part, step, weight[..., start : start + shape[0]],
+                                  None if scale is None else scale[start : start + shape[0]], name)  # fmt: skip
+        for _ in pool.map(block, range(0, shape[0], step)):
+            pass  # the first error is raised here
+        start += shape[0]
+
+
+def _block(
+    part: "np.ndarray | Rows", step: int, weight: np.ndarray, scale: np.ndarray | None, name: str, first: int
+) -> None:
+    """Reads a block of rows and turns them, a few at a time, straight to their place: whole copies would double the
+    peak of memory. The few are converted on their way to a buffer whose rows do not share the places of a cache."""
+    block = np.asarray(part[first : first + step])
+    bits = np.dtype(f"u{weight.dtype.itemsize}")  # numpy copies what it knows faster, and lets other threads run
+    room = np.empty((min(len(block), ROWS), math.prod(block.shape[1:]) + PAD), weight.dtype)[:, :-PAD]
+    for row in range(0, len(block), ROWS):
+        few = block[row : row + ROWS]
+        at = slice(first + row, first + row + len(few))
+        if scale is not None:
+            few, scale[at] = int8.rounded(few, f"tensor {name!r}")
+        room[: len(few)] = few.reshape(len(few), -1)
+        weight.view(bits)[..., at] = room[: len(few)].view(bits).T
 
 
 def aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
