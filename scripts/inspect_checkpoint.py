@@ -123,7 +123,7 @@ def saved(path: pathlib.Path) -> Found:
     import orbax.checkpoint as ocp
 
     (manifest, config), folder = orbax.read_manifest(path), path / "params"
-    orbax._check_files(folder, {"files": manifest["files"]})
+    orbax.check_sizes(folder, manifest)
     text, template = "none", manifest["chat_template"]
     if (words := manifest["tokenizer"]) is not None:
         file = path / "tokenizer.json"

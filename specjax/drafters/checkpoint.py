@@ -319,7 +319,6 @@ def _restore(path: pathlib.Path, dtype: Any) -> tuple[Any, PyTree]:
             f"of specjax reads format 1 of {', '.join(KINDS)}"
         )
     orbax.check_entries(path / MANIFEST, manifest, files=dict, config=dict, weights=list)
-    orbax._check_files(path / "params", manifest)
     kind, settings = KINDS[manifest["kind"]], manifest["config"]
 
     def make():
@@ -330,4 +329,5 @@ def _restore(path: pathlib.Path, dtype: Any) -> tuple[Any, PyTree]:
     every = kind.abstract(config, dtype)
     absent = {name for name in ("embedding", "head") if name not in manifest["weights"]}  # the target's
     expected = {name: leaf for name, leaf in every.items() if name not in absent}
-    return config, orbax._restore(path / "params", expected)
+    with orbax.checked_files(path / "params", manifest):
+        return config, orbax._restore(path / "params", expected)

@@ -236,13 +236,16 @@ def _block(
     peak of memory. The few are converted on their way to a buffer whose rows do not share the places of a cache."""
     block = np.asarray(part[first : first + step])
     bits = np.dtype(f"u{weight.dtype.itemsize}")  # numpy copies what it knows faster, and lets other threads run
-    room = np.empty((min(len(block), ROWS), math.prod(block.shape[1:]) + PAD), weight.dtype)[:, :-PAD]
+    room = np.empty((ROWS, math.prod(block.shape[1:]) + PAD), weight.dtype)[:, :-PAD]
     for row in range(0, len(block), ROWS):
         few = block[row : row + ROWS]
         at = slice(first + row, first + row + len(few))
         if scale is not None:
             few, scale[at] = int8.rounded(few, f"tensor {name!r}")
-        room[: len(few)] = few.reshape(len(few), -1)
+        if few.strides[0] == few.itemsize:  # as it will lie
+            weight[..., at] = few.T
+            continue
+        room[: len(few)] = few
         weight.view(bits)[..., at] = room[: len(few)].view(bits).T
 
 

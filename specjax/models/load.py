@@ -1,14 +1,11 @@
 """`load`: a model, its weights and its tokenizer, from a name, a file or a directory."""
 
-import contextlib
 import dataclasses
 import difflib
-import math
 import os
 import pathlib
 import re
-import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple, Protocol
 
 import jax.numpy as jnp
@@ -19,6 +16,7 @@ from specjax.models.config import LlamaConfig, for_tokens
 from specjax.models.gguf import GGUFFile
 from specjax.models.gguf_config import config_of
 from specjax.models.language_model import LanguageModel
+from specjax.models.progress import told
 from specjax.sharding import check, on_mesh, putting, refuse
 from specjax.static import show
 from specjax.types import Model, PyTree
@@ -91,8 +89,9 @@ def load(
     if path.is_dir():
         if (path / orbax.MANIFEST).exists():
             return orbax.load(
-                path, dtype=how.dtype, scan_layers=scan_layers, quantization=how.quantization, mesh=mesh
-            )
+                path, dtype=how.dtype, scan_layers=scan_layers, quantization=how.quantization, mesh=mesh,
+                progress=progress,
+            )  # fmt: skip
         if (path / "config.json").exists():
             return _load_directory(path, how)
         raise FileNotFoundError(
@@ -175,29 +174,10 @@ def strict_params(
         lines = "\n  ".join(shown)
         raise ValueError(f"{source}: {matching} of {len(needed)} tensors fit the configuration\n  {lines}")
     check_tied(tensors, config, source)
-    with _bar(sum(map(math.prod, needed.values())), progress) as done:
-
-        def tensor(name: str, shape: tuple[int, ...]) -> "np.ndarray | llama_params.Rows":
-            done(math.prod(shape))
-            return tensors.rows(name)
-
+    with told(lambda name, shape: tensors.rows(name), needed, progress) as tensor:
         return llama_params.params_from_tensors(
             config, tensor, dtype=jnp.dtype(dtype), scan_layers=scan_layers, put=put
         )
-
-
-@contextlib.contextmanager
-def _bar(total: int, wanted: bool) -> Iterator[Callable[[int], Any]]:
-    """A function that is told how many weights come next, and moves a bar where somebody can see one."""
-    tqdm: Any = None
-    if wanted and sys.stderr.isatty():
-        with contextlib.suppress(ImportError):  # of the extra `train`
-            from tqdm import tqdm
-    if tqdm is None:
-        yield lambda count: None
-        return
-    with tqdm(total=total, desc="loading", unit=" weights", unit_scale=True) as bar:
-        yield bar.update
 
 
 def complaints(shapes: Mapping[str, tuple[int, ...]], config: LlamaConfig) -> list[str]:

@@ -8,11 +8,12 @@ On disk layers are always unrolled and every array is addressed by its name, so 
 devices, nor how layers were run when it was saved matters to who reads it.
 """
 
+import contextlib
 import dataclasses
 import json
 import pathlib
 import zlib
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -23,14 +24,14 @@ import numpy as np
 from specjax.models import directory, huggingface, llama, llama_params, tokenizer
 from specjax.models.config import LlamaConfig, check_ends, for_tokens, from_json
 from specjax.models.language_model import LanguageModel, checked
+from specjax.models.progress import told
 from specjax.sharding import on_mesh, putting, refuse
 from specjax.static import show
 from specjax.types import PyTree
 
 MANIFEST = "specjax.json"
 _FORMAT = 1
-_CHUNK = 2**22  # bytes of an array that are written, and so can be read, at a time
-_TOGETHER = 4  # chunks that are read at a time
+_CHUNK = 2**22  # bytes of an array that are written, and read, at a time
 _BLOCK = 2**22  # bytes of a file that are summed at a time
 _THREADS = 4  # that sum files
 _WHY = "is the file damaged, or written by a newer version of specjax?"
@@ -72,7 +73,8 @@ def save(path: str | pathlib.Path, lm: LanguageModel, *, overwrite: bool = False
 
 
 def load(
-    path: pathlib.Path, *, dtype="float32", scan_layers: bool = False, quantization: str = "", mesh=None
+    path: pathlib.Path, *, dtype="float32", scan_layers: bool = False, quantization: str = "", mesh=None,
+    progress: bool = False,
 ) -> LanguageModel:
     """What `save` wrote, int8 weights as int8. Called by `specjax.load`, whose arguments these are.
 
@@ -80,13 +82,14 @@ def load(
       ValueError: naming the path, if it is incomplete or damaged, or the weight that is missing or of another shape.
     """
     manifest, config = read_manifest(path)
-    _check_files(path / "params", manifest)
     stored = llama_params.abstract_params(config, dtype=dtype)
     quantise = bool(quantization) and not config.quantization
     config = dataclasses.replace(config, quantization=config.quantization or quantization)
     if mesh is not None:
         refuse(mesh, config)
-    params = _restore(path / "params", stored, scan_layers=scan_layers, quantise=quantise, put=putting(mesh))
+    with checked_files(path / "params", manifest):
+        params = _restore(path / "params", stored, scan_layers=scan_layers, quantise=quantise, put=putting(mesh),
+                          progress=progress)  # fmt: skip
     text = None
     if (ids := manifest["tokenizer"]) is not None:
         file = path / "tokenizer.json"
@@ -169,11 +172,11 @@ def _crc32(file: pathlib.Path) -> int:
     return crc
 
 
-def _check_files(folder: pathlib.Path, manifest: Mapping[str, Any]) -> None:
-    """Compares the weight files with what a manifest says of them: orbax would take changed bytes for weights.
+def check_sizes(folder: pathlib.Path, manifest: Mapping[str, Any]) -> None:
+    """Compares the lengths of weight files with those that a manifest gives.
 
     Raises:
-      FileNotFoundError, ValueError: naming the file that is missing or has changed.
+      FileNotFoundError, ValueError: naming the file that is missing or of another length.
     """
     if not folder.is_dir():
         raise FileNotFoundError(f"{folder.parent} is incomplete: the directory {folder.name} is missing")
@@ -183,10 +186,36 @@ def _check_files(folder: pathlib.Path, manifest: Mapping[str, Any]) -> None:
             raise FileNotFoundError(f"{folder} is incomplete: the file {name} is missing")
         if found[name] != size:
             raise ValueError(f"{folder} is damaged: {name} has {found[name]} bytes, {size} were written")
+
+
+@contextlib.contextmanager
+def checked_files(folder: pathlib.Path, manifest: Mapping[str, Any]) -> Iterator[None]:
+    """Compares the weight files with what a manifest says of them: orbax would take changed bytes for weights.
+
+    Their bytes are summed while the block reads them, so that the disk is read once; what the sums say goes before what
+    the block raises.
+
+    Raises:
+      FileNotFoundError, ValueError: naming the file that is missing or has changed.
+    """
+    check_sizes(folder, manifest)
     sums = manifest.get("crc32") or {}  # older versions wrote none
-    for name, crc in _sums(folder, [name for name in found if name in sums]).items():
-        if sums[name] != crc:
-            raise ValueError(f"{folder} is damaged: {name} has other bytes than were written (by their CRC-32)")
+    pool, failed = ThreadPoolExecutor(_THREADS), None
+    try:
+        found = {name: pool.submit(_crc32, folder / name) for name in manifest["files"] if name in sums}
+        try:
+            yield
+        except Exception as error:
+            failed = error
+        for name, crc in found.items():
+            if crc.result() != sums[name]:
+                raise ValueError(
+                    f"{folder} is damaged: {name} has other bytes than were written (by their CRC-32)"
+                ) from failed
+        if failed is not None:
+            raise failed
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 def _write(folder: pathlib.Path, weights: Mapping[str, Any]) -> None:
@@ -199,7 +228,8 @@ def _write(folder: pathlib.Path, weights: Mapping[str, Any]) -> None:
 
 
 def _restore(
-    folder: pathlib.Path, expected: PyTree, *, scan_layers: bool = False, quantise: bool = False, put=None
+    folder: pathlib.Path, expected: PyTree, *, scan_layers: bool = False, quantise: bool = False, put=None,
+    progress: bool = False,
 ) -> PyTree:
     """The saved weights in the shapes and types of ``expected``, wherever they were saved from.
 
@@ -211,7 +241,9 @@ def _restore(
         llama_params.Source((name,), (leaf.shape[::-1],), leaf.dtype) for name, leaf in zip(_named(expected), leaves)
     ])  # fmt: skip
     tree = llama_params.stacked(tree) if scan_layers else tree
-    return llama_params.fill(tree, _reader(folder), put=put, quantise=quantise)
+    shapes = {name: leaf.shape for name, leaf in _named(expected).items()}
+    with told(_reader(folder), shapes, progress) as tensor:
+        return llama_params.fill(tree, tensor, put=put, quantise=quantise)
 
 
 def _check_shapes(folder: pathlib.Path, expected: Mapping[str, Any]) -> None:
@@ -251,9 +283,9 @@ def _reader(folder: pathlib.Path) -> Callable[[str, tuple[int, ...]], "np.ndarra
         except Exception as error:
             raise ValueError(f"{folder} is damaged: {error}") from error
         chunk: Any = array.chunk_layout.read_chunk.shape
-        if len(shape) != 2 or chunk[0] != array.shape[0] or chunk[1] * _TOGETHER >= array.shape[1]:
+        if len(shape) != 2 or chunk[0] != array.shape[0] or chunk[1] >= array.shape[1]:
             return read(array)
-        return llama_params.Rows(shape, lambda start, stop: read(array[:, start:stop]), chunk[1] * _TOGETHER)
+        return llama_params.Rows(shape, lambda start, stop: read(array[:, start:stop]), chunk[1])
 
     return tensor
 

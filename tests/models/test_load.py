@@ -337,10 +337,12 @@ def test_a_known_name_is_fetched(tmp_path, monkeypatch):
 @pytest.mark.parametrize("terminal, progress, shown", [(True, True, True), (True, False, False), (False, True, False)])
 def test_progress_is_shown_on_terminals_unless_switched_off(tmp_path, monkeypatch, capsys, terminal, progress, shown):
     path = tiny.write_directory(tmp_path / "tiny")
+    specjax.models.save(tmp_path / "own", load(path))
     monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
-    load(path, progress=progress)
-    err = capsys.readouterr().err
-    assert ("100%" in err and "loading" in err) if shown else err == ""
+    for stored in (path, tmp_path / "own"):
+        load(stored, progress=progress)
+        err = capsys.readouterr().err
+        assert ("100%" in err and "loading" in err) if shown else err == ""
 
 
 def test_progress_is_true_or_false(tmp_path):
