@@ -67,7 +67,8 @@ class Engine:
           capacity: longest text in tokens, prompt and new ones together; every slot has memory for it, and the prompt
             that is being read too.
           drafter: a draft source; None decodes plainly. None that runs Python between rounds (`specjax.drafters.host`).
-          rule, logprobs, prefill_chunk: as for `specjax.generate`.
+          rule, logprobs: as for `specjax.generate`.
+          prefill_chunk: prompt tokens per forward pass; rows that decode wait for one such pass.
           max_eos_ids: most ids that end a text, per request.
           max_stop_sequences, max_stop_tokens: most token sequences that end a text, and tokens of the longest.
           max_biases: most tokens with a bias or ban.

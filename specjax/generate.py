@@ -33,7 +33,7 @@ def generate(
     stop: Any = (),
     logprobs: bool = False,
     on_capacity: str = "error",
-    prefill_chunk: int = 64,
+    prefill_chunk: int | None = None,
     slots: int | None = None,
     adaptive: bool | Policy = False,
     **sampling: Any,
@@ -61,7 +61,7 @@ def generate(
       logprobs: report log-probabilities of the emitted tokens, raw and warped.
       on_capacity: "error" refuses a request that does not fit the model's context; "truncate" cuts its budget, and a
         row that uses it up ends with "capacity".
-      prefill_chunk: prompt tokens per forward pass.
+      prefill_chunk: prompt tokens per forward pass. None: 64 to 256, by the cache's size and the rows.
       slots: decode at most this many rows at a time, the next one as soon as a text ends (`specjax.Engine`): for many
         prompts, or texts of unequal length. The result is the same (under "rejection" and "block", in law). None: all
         at once.
@@ -92,7 +92,7 @@ def generate(
         empty = [] if logprobs else None
         return Generation([], [], [], empty, empty, Stats(jax.tree.map(np.asarray, Counts.zeros(0, depth))))
     if slots is not None:
-        fixed = {"drafter": drafter, "rule": rule, "logprobs": logprobs, "prefill_chunk": prefill_chunk}
+        fixed = {"drafter": drafter, "rule": rule, "logprobs": logprobs, "prefill_chunk": made.chunk}
         served = engine.for_request(lm, made, slots, **fixed)
         return served.finish(served.submit(made))
     if made.stop_strings or made.host is not None:

@@ -151,8 +151,14 @@ def _blocks(x: Array, block: int, padding: float) -> tuple[Array, Callable[[Arra
 
 
 def target_draw(keys: Array, positions: Array, probs: Array) -> Array:
-    """The target's own token [B] at absolute ``positions [B]`` under its warped law ``probs [B, V]`` (Gumbel-max)."""
-    return argmax(jnp.log(probs) + gumbel(keys, positions, probs.shape[-1]))
+    """The target's own token [B] at absolute ``positions [B]`` under its warped law ``probs [B, V]`` (Gumbel-max).
+
+    Where every law is a point mass, the noise, which could not change it, is not made.
+    """
+    decided = jnp.all(jnp.max(probs, axis=-1) == 1)
+    return lax.cond(
+        decided, lambda: argmax(probs), lambda: argmax(jnp.log(probs) + gumbel(keys, positions, probs.shape[-1]))
+    )
 
 
 def inverse_cdf(weights: Array, u: Array) -> Array:

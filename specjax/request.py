@@ -62,7 +62,7 @@ def make(
     stop: Any = (),
     logprobs: bool = False,
     on_capacity: str = "error",
-    prefill_chunk: int = 64,
+    prefill_chunk: int | None = None,
     adaptive: bool | pacing.Policy = False,
     **sampling: Any,
 ) -> Request | None:
@@ -74,9 +74,13 @@ def make(
     policy = pacing.checked(adaptive, drafter.num_draft_tokens)
     if policy is not None and drafter.host is not None:
         raise ValueError(f"adaptive={show(adaptive)}: this drafter drafts in Python between the rounds: leave it out")
-    n, prefill_chunk = whole("n", n, 1), whole("prefill_chunk", prefill_chunk, 1)
-    if prefill_chunk > LONGEST_WINDOW:
-        raise ValueError(f"prefill_chunk={show(prefill_chunk)}: must be at most {LONGEST_WINDOW}; 64 to 512 is usual")
+    n = whole("n", n, 1)
+    if prefill_chunk is not None:
+        prefill_chunk = whole("prefill_chunk", prefill_chunk, 1)
+        if prefill_chunk > LONGEST_WINDOW:
+            raise ValueError(
+                f"prefill_chunk={show(prefill_chunk)}: must be at most {LONGEST_WINDOW}; 64 to 512 is usual"
+            )
     for name, flag in (("chat", chat), ("logprobs", logprobs)):
         if not isinstance(flag, (bool, np.bool_)):
             raise ValueError(f"{name}={show(flag)}: must be True or False")
@@ -96,7 +100,8 @@ def make(
     lengths = np.asarray([len(ids) for ids in encoded], np.int32)
     budget, truncated = _fit(lengths, budget, lm.model.context_length, drafter, on_capacity)
     # The window may run 1 + N past the budget; a prefill chunk may start at the last prompt token.
-    slots = capacity(int(np.max(lengths + budget)) + 1 + drafter.num_draft_tokens, prefill_chunk)
+    slots = capacity(int(np.max(lengths + budget)) + 1 + drafter.num_draft_tokens, prefill_chunk or 64)
+    chunk = prefill_chunk or _chunk(slots, count * n, drafter)
     tokens = np.zeros((count, slots), np.int32)
     for row, ids in enumerate(encoded):
         tokens[row, : len(ids)] = ids
@@ -109,9 +114,18 @@ def make(
         drafter = late(drafter, features_of(lm, drafter))
     program, weights = split(lm.model, lm.params, drafter, rule, logprobs, policy)
     return Request(
-        program, weights, text, noise.row_keys(seeds), laws._replace(**each), limits, prefill_chunk,
+        program, weights, text, noise.row_keys(seeds), laws._replace(**each), limits, chunk,
         np.repeat(truncated, n), strings, drafter.host, pace,
     )  # fmt: skip
+
+
+def _chunk(slots: int, rows: int, drafter: Drafter) -> int:
+    """Prompt tokens per forward pass: a third of the slots, up to 256 in all rows together, where a pass has reached
+    its rate. By the slots and not by the prompts, which share programs; 64 where the logits of every token are made."""
+    if drafter.window_top and drafter.prompt_window:
+        return 64
+    most = min(slots // 3, 256 >> (rows - 1).bit_length())
+    return max(64, 1 << (most.bit_length() - 1) if most else 0)
 
 
 def _pace(

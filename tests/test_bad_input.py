@@ -28,10 +28,10 @@ def test_counts_are_whole_numbers(value):
         "max_ngram": [lambda: drafters.ngram(max_ngram=value)],
         "min_ngram": [lambda: drafters.ngram(min_ngram=value)],
         "n": [lambda: specjax.generate(target(), [[1]], n=value)],
-        "prefill_chunk": [lambda: specjax.generate(target(), [[1]], prefill_chunk=value)],
         "vocab_size": [lambda: specjax.make_sampling(1, value)],
     }
-    if value is not None:  # the target's context
+    if value is not None:  # the target's context; by the capacity
+        calls["prefill_chunk"] = [lambda: specjax.generate(target(), [[1]], prefill_chunk=value)]
         calls["max_length"] = [lambda: drafters.model(target(), target(), max_length=value)]
     if not (isinstance(value, (int, np.integer)) and value == 0) or value is False:  # an empty batch is one
         calls["batch"] = [lambda: specjax.make_sampling(value, V)]

@@ -177,6 +177,19 @@ def test_a_long_prompt_needs_no_more_slots_than_its_chunks():
         assert slots >= 300 and slots % chunk == 0 and slots <= 512 + chunk
 
 
+def test_long_texts_are_read_in_larger_chunks_and_texts_of_one_capacity_in_equal_ones():
+    def chunk(*lengths, **options):
+        made = specjax.request.make(target(), [[1] * length for length in lengths], max_new_tokens=50, **options)
+        assert made is not None and made.text.tokens.shape[1] % made.chunk == 0
+        return made.chunk
+
+    assert [chunk(length) for length in (1, 200, 300, 420, 500, 2000)] == [64, 64, 128, 128, 256, 256]
+    assert [chunk(*[500] * rows) for rows in (1, 2, 3, 4, 5, 300)] == [256, 128, 64, 64, 64, 64]
+    assert chunk(500, prefill_chunk=8) == 8
+    reader = specjax.drafters.recycling(V, 2)  # without tables, it wants the logits of the whole prompt
+    assert chunk(500, drafter=reader) == 64
+
+
 def test_the_models_cache_and_a_drafters_cache_are_different_buffers():
     """Case 42: self-drafting with one set of weights; giving one cache away leaves the other valid."""
     lm = target()

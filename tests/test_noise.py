@@ -1,4 +1,4 @@
-"""Choosing from many: `specjax.noise` without keys."""
+"""Choosing from many, and the target's own draw."""
 
 import jax
 import jax.numpy as jnp
@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from specjax.noise import TOP_BLOCK, inverse_cdf, top_k
+from specjax.noise import TOP_BLOCK, gumbel, inverse_cdf, row_keys, target_draw, top_k
 
 
 @pytest.mark.parametrize("k", [1, 4, 9])
@@ -49,3 +49,18 @@ def test_a_draw_follows_the_law_whatever_the_size_of_the_vocabulary():
     u = np.stack(np.meshgrid(grid, grid), axis=-1).reshape(-1, 2)
     drawn = np.asarray(inverse_cdf(jnp.broadcast_to(jnp.asarray(weights)[None], (len(u), 60)), jnp.asarray(u)))
     np.testing.assert_allclose(np.bincount(drawn, minlength=60) / len(u), weights / weights.sum(), atol=0.02)
+
+
+@pytest.mark.parametrize("decided", [True, False])
+def test_a_row_draws_the_same_whether_or_not_noise_is_made_for_its_batch(decided):
+    """Laws that are point masses need no noise; one that is not makes noise for all."""
+    laws = np.eye(50, dtype=np.float32)[[3, 49, 0, 17]]
+    if not decided:
+        laws[3] = np.random.default_rng(0).random(50)
+        laws[3] /= laws[3].sum()
+    keys, positions = row_keys(range(4)), jnp.arange(4)
+    drawn = jax.jit(target_draw)(keys, positions, jnp.asarray(laws))
+    with np.errstate(divide="ignore"):
+        expected = np.argmax(np.log(laws) + np.asarray(gumbel(keys, positions, 50)), axis=-1)
+    np.testing.assert_array_equal(drawn, expected)
+    assert drawn[:3].tolist() == [3, 49, 0]

@@ -14,7 +14,8 @@ import jax.numpy as jnp
 
 from specjax.types import Array
 
-BLOCK = 512  # slots; on CPU smaller blocks cost more in dispatch than they save in reading
+BLOCK = 512  # slots; on CPU smaller blocks cost more in dispatch than they save in reading,
+BLOCK_16 = 256  # but where they are bfloat16: then the products of larger ones leave the CPU's own caches
 FEW = 4  # rows
 HIDDEN = -1e30  # a score that no visible one is near; finite, so that a block without visible slots stays finite
 
@@ -24,8 +25,8 @@ class Reach(NamedTuple):
 
     visible: Array  # [B, T, S] bool, window row t of row b sees slot s
     written: Array | None  # [B, S] bool, the slot is committed or in the window; None: all of them are
-    blocks: Array  # [] int32, leading blocks that hold a written slot
-    first: Array | int = 0  # [] int32, blocks before this one hold no visible slot
+    end: Array  # [] int32, behind the last written slot of all rows
+    first: Array | int = 0  # [] int32, no slot before this one is visible
 
 
 def reach(window_mask: Array | None, lengths: Array, width: int, capacity: int) -> Reach:
@@ -46,8 +47,7 @@ def reach(window_mask: Array | None, lengths: Array, width: int, capacity: int) 
         index = jnp.broadcast_to(jnp.clip(column, 0, width - 1)[:, None], (batch, width, capacity))
         inside = (column >= 0) & (column < width)
         visible = jnp.where(inside[:, None], jnp.take_along_axis(mask, index, axis=2), column[:, None] < 0)
-    blocks = (jnp.minimum(jnp.max(lengths) + width, capacity) + BLOCK - 1) // BLOCK
-    return Reach(visible, column < width, blocks)
+    return Reach(visible, column < width, jnp.minimum(jnp.max(lengths) + width, capacity))
 
 
 def sliding(slots: Reach, positions: Array, lengths: Array, window: int) -> Reach:
@@ -66,8 +66,7 @@ def sliding(slots: Reach, positions: Array, lengths: Array, window: int) -> Reac
     column = jnp.clip(index - lengths[:, None], 0, positions.shape[1] - 1)
     where = jnp.where(index < lengths[:, None], index, jnp.take_along_axis(positions, column, axis=1))  # [B, S]
     near = positions[:, :, None] - where[:, None] < window
-    first = jnp.maximum(jnp.min(positions) - window + 1, 0) // BLOCK
-    return slots._replace(visible=slots.visible & near, first=first)
+    return slots._replace(visible=slots.visible & near, first=jnp.maximum(jnp.min(positions) - window + 1, 0))
 
 
 def attend(
@@ -158,14 +157,14 @@ def _mix(weights: Array, v: Array, written: Array | None) -> Array:
 
 def _blocks(q: Array, k: Array, v: Array, slots: Reach, softcap: float) -> tuple[Array, Array, Array]:
     """`_block` over every block that holds text, merged."""
-    capacity = k.shape[2]
+    capacity, block = k.shape[2], BLOCK_16 if k.dtype == jnp.uint16 else BLOCK
 
     def step(index, carry):
-        start = jnp.minimum(index * BLOCK, capacity - BLOCK)  # the last block may overlap the one before,
-        fresh = start + jnp.arange(BLOCK) >= index * BLOCK  # whose slots are not counted twice
+        start = jnp.minimum(index * block, capacity - block)  # the last block may overlap the one before,
+        fresh = start + jnp.arange(block) >= index * block  # whose slots are not counted twice
 
         def cut(x, axis):
-            return jax.lax.dynamic_slice_in_dim(x, start, BLOCK, axis)
+            return jax.lax.dynamic_slice_in_dim(x, start, block, axis)
 
         visible, written = cut(slots.visible, 2) & fresh[None, None], cut(slots.written, 1)
         here = _block(q, cut(k, 2), cut(v, 2), visible, written, softcap)
@@ -175,4 +174,4 @@ def _blocks(q: Array, k: Array, v: Array, slots: Reach, softcap: float) -> tuple
 
     one = (*q.shape[:3], 1)
     carry = jnp.full(one, HIDDEN), jnp.zeros(one), jnp.zeros(q.shape)
-    return jax.lax.fori_loop(slots.first, slots.blocks, step, carry)
+    return jax.lax.fori_loop(slots.first // block, -(-slots.end // block), step, carry)
