@@ -1,6 +1,6 @@
 """What a round consists of, part by part, and the machine's ceilings: compiled loops that are called by turns.
 
-Every part runs STEPS times inside one program, so that the cost of a call is no part of it; each step depends on the
+Every part runs a few times inside one program, so that the cost of a call is no part of it; each step depends on the
 one before, so that the compiler cannot do it once.
 """
 
@@ -25,6 +25,7 @@ from specjax.round import RUNNING, window_seen
 from specjax.types import Array, Committed, Drafter, Model, Proposal
 
 STEPS = 4
+MANY = 40  # of parts that take less than a call
 READ = 150_000_000  # float32 numbers of the memory stream, 0.6 GB
 SIDE = 2048  # of the matrices that are multiplied
 ROWS = 512
@@ -172,7 +173,7 @@ def _accept(program, logits: Array, keys: Array, proposal: Proposal, text, sampl
         corner = jnp.where(taken.next_token[0] < 0, 0.0, logits[0, 0, 0])  # the same; only we know
         return logits.at[0, 0, 0].set(corner), taken.next_token
 
-    return lax.fori_loop(0, STEPS, step, (logits, jnp.zeros(logits.shape[0], jnp.int32)))
+    return lax.fori_loop(0, MANY, step, (logits, jnp.zeros(logits.shape[0], jnp.int32)))
 
 
 @functools.partial(jax.jit, static_argnames=("program",), donate_argnames=("cache",))
@@ -194,7 +195,7 @@ def _commit(program, weights, kept, cache, text, nodes: Proposal, logits: Array,
         corner = jnp.where(after.lengths[0] < 0, 0.0, logits[0, 0, 0])  # the same; only we know
         return logits.at[0, 0, 0].set(corner), kept, after._replace(lengths=cache.lengths)
 
-    return lax.fori_loop(0, STEPS, step, (logits, kept, cache))
+    return lax.fori_loop(0, MANY, step, (logits, kept, cache))
 
 
 @functools.partial(jax.jit, static_argnames=("program",))
@@ -243,7 +244,7 @@ def add_round(timer: Timer, way: Way, group, law, how) -> dict:
     shares, proposal = [1.0], None
     if way.kind != PLAIN:
         proposal = _draft(program, weights, state, made.sampling, 1)
-        timer.add(("draft", name), lambda: Part(lambda: _draft(program, weights, state, made.sampling, STEPS)))
+        timer.add(("draft", name), lambda: Part(lambda: _draft(program, weights, state, made.sampling, MANY), MANY))
         if len(widths) > 1:
             used = np.asarray(_windows(program, weights, prefilled(), made.sampling, made.limits), np.float64)
             shares = (used / max(1.0, used.sum())).tolist()
@@ -268,7 +269,7 @@ def _accept_part(made, state, nodes: Proposal, read: tuple[Array, Array]) -> Par
         held[0], token = _accept(made.program, held[0], made.keys, nodes, state.text, made.sampling)
         return token
 
-    return Part(call)
+    return Part(call, MANY)
 
 
 def _commit_part(made, state, nodes: Proposal, read: tuple[Array, Array]) -> Part:
@@ -279,7 +280,7 @@ def _commit_part(made, state, nodes: Proposal, read: tuple[Array, Array]) -> Par
         _, kept, held[0] = _commit(made.program, made.weights, state.drafter, held[0], state.text, nodes, *read)
         return kept, held[0].lengths
 
-    return Part(call)
+    return Part(call, MANY)
 
 
 def split(timer: Timer, named: dict) -> dict:
