@@ -127,8 +127,11 @@ def _load_gguf(path: pathlib.Path, how: _How) -> LanguageModel:
     config = dataclasses.replace(config_of(file), quantization=how.quantization)
     text = tokenizer.from_gguf(file.metadata, str(path))
     config = for_tokens(config, text)
+    template = file.metadata.get("tokenizer.chat_template")
+    for name in [name for name in file.metadata if name.startswith("tokenizer.")]:
+        del file.metadata[name]  # 40 MB of Gemma's, which would lie beside the weights
     model, params = _placed(file, config, str(path), how)
-    return LanguageModel(model, params, text, config, file.metadata.get("tokenizer.chat_template"), config.eos_ids)
+    return LanguageModel(model, params, text, config, template, config.eos_ids)
 
 
 def _load_directory(path: pathlib.Path, how: _How) -> LanguageModel:

@@ -1,7 +1,7 @@
 """Peak memory of loading, in a process of its own: the weights, and little that does not grow with them.
 
-What does not grow: the tokenizer (some 130 MB for the 262,144 tokens of Gemma), what the C library keeps of blocks that
-were freed (about 100 MB after an orbax checkpoint), and a few rows of one matrix.
+What does not grow: the tokenizer (some 75 MB for the 262,144 tokens of Gemma), what the C library keeps of blocks that
+were freed (up to 70 MB after an orbax checkpoint), and a few rows of one matrix for each thread.
 """
 
 import pathlib
@@ -15,7 +15,7 @@ with imported("loading_report") as loading_report:
     pass
 
 pytestmark = pytest.mark.skipif(not pathlib.Path("/proc/self/status").exists(), reason="peaks are read from /proc")
-FIXED = 150e6  # bytes
+FIXED = 120e6  # bytes
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +36,7 @@ def saved(tmp_path_factory):
 def assert_lean(small, path, options):
     found = loading_report.loading(small, path, options)
     assert found.peak < 1.05 * found.size + FIXED
-    if found.size > 6e8:
+    if found.size > 5e8:
         assert found.peak < 1.3 * found.size
     return found
 

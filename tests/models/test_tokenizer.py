@@ -215,3 +215,11 @@ def test_decode_takes_arrays_and_refuses_negative_ids():
     assert text.decode([]) == ""
     with pytest.raises(ValueError, match="-1"):
         text.decode([3, -1])
+
+
+def test_the_size_of_a_vocabulary_is_one_past_its_largest_id():
+    for vocab, size in (({}, 0), ({"a": 0, "b": 1}, 2), ({"a": 0, "b": 7}, 8), ({"a": 1}, 2)):
+        backend = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocab, unk_token="a"))
+        assert tokenizer.Tokenizer(backend).vocab_size == size
+        backend.add_tokens(["c"])
+        assert tokenizer.Tokenizer(backend).vocab_size == max([*vocab.values(), backend.token_to_id("c")]) + 1
