@@ -6,9 +6,11 @@
 
 Writes a model of random weights in each layout (or takes what is there), drops its pages from the kernel's cache where
 the system lets it, reads the plain bytes, drops them again and loads the model in a process of its own. There a tiny
-model of the same layout was loaded before, so that imports and start-up count in neither time nor memory. Memory is the
-peak of what is resident over what was before, without the pages of a mapped file, which the kernel takes back when it
-needs them: next to it stands what that is in MB beyond the weights. Times mean something only when nothing else runs.
+model of the same layout was loaded before, so that imports and start-up count in neither time nor memory. "fill" is the
+rate at which that process then writes to memory it did not have before: the weights need that too, and where a system
+hands out memory slowly no loader is faster. Memory is the peak of what is resident over what was before, without the
+pages of a mapped file, which the kernel takes back when it needs them: next to it stands what that is in MB beyond the
+weights. Times mean something only when nothing else runs.
 """
 
 import argparse
@@ -35,7 +37,7 @@ BLOCK = 2**24  # bytes read at a time
 LAYERS = 12
 PROGRAM = """
 import json, sys, time
-import jax
+import jax, numpy
 from specjax.models.load import load
 
 def memory(field):
@@ -50,8 +52,11 @@ try:
 except (ValueError, OSError) as error:
     print(error, file=sys.stderr)
     sys.exit(3)
-took = time.perf_counter() - began
-print(json.dumps([took, memory("VmHWM") - before, sum(leaf.nbytes for leaf in jax.tree.leaves(params))]))
+took, peak = time.perf_counter() - began, memory("VmHWM") - before
+size = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
+room, began = numpy.empty(min(size, 2**30), numpy.uint8), time.perf_counter()
+room.fill(1)
+print(json.dumps([took, (time.perf_counter() - began) * size / room.size, peak, size]))
 """
 
 
@@ -59,6 +64,7 @@ class Measured(NamedTuple):
     """One load, in seconds and bytes."""
 
     seconds: float
+    filling: float  # seconds to write to as much fresh memory as the weights take
     peak: int  # over what was resident before, mapped files aside
     size: int  # of the weights as they were loaded
 
@@ -150,17 +156,18 @@ def loading(small: pathlib.Path, path: pathlib.Path, options: dict[str, Any]) ->
         raise ValueError(done.stderr.strip())
     if done.returncode:
         raise RuntimeError(f"loading {path} failed:\n{done.stderr}")
-    seconds, peak, size = json.loads(done.stdout)
+    seconds, filling, peak, size = json.loads(done.stdout)
     mapped = 0 if (path / "params").is_dir() else size_of(path)
-    return Measured(seconds, peak - mapped, size)
+    return Measured(seconds, filling, peak - mapped, size)
 
 
 def line(case: Case, options: dict[str, Any]) -> str:
     stored, read = size_of(case.path), reading(case.path)
     found = loading(case.small, case.path, options | {"dtype": case.dtype})
     return (
-        f"{case.name:22} {stored / 1e9:6.2f} {stored / 1e9 / read:8.2f} {stored / 1e9 / found.seconds:9.2f} "
-        f"{found.size / 1e9:9.2f} {found.peak / found.size:10.2f} {(found.peak - found.size) / 1e6:10.0f}"
+        f"{case.name:22} {stored / 1e9:6.2f} {stored / 1e9 / read:8.2f} {found.size / 1e9 / found.filling:8.2f} "
+        f"{stored / 1e9 / found.seconds:9.2f} {found.size / 1e9:9.2f} {found.peak / found.size:10.2f} "
+        f"{(found.peak - found.size) / 1e6:10.0f}"
     )
 
 
@@ -211,8 +218,8 @@ def made(args: argparse.Namespace, scratch: pathlib.Path) -> Iterator[Case]:
 def work(args: argparse.Namespace) -> None:
     if not pathlib.Path("/proc/self/status").exists():
         sys.exit("peaks of memory are read from /proc/self/status, which this system does not have")
-    print(f"{'stored as':22} {'GB':>6} {'read':>8} {'load':>9} {'weights':>9} {'peak':>10} {'beyond':>10}")
-    print(f"{'':22} {'':6} {'GB/s':>8} {'GB/s':>9} {'GB':>9} {'of weights':>10} {'MB':>10}")
+    print(f"{'stored as':22} {'GB':>6} {'read':>8} {'fill':>8} {'load':>9} {'weights':>9} {'peak':>10} {'beyond':>10}")
+    print(f"{'':22} {'':6} {'GB/s':>8} {'GB/s':>8} {'GB/s':>9} {'GB':>9} {'of weights':>10} {'MB':>10}")
     with tempfile.TemporaryDirectory(dir=args.scratch) as scratch:
         for case in (given if args.checkpoint else made)(args, pathlib.Path(scratch)):
             options = {"quantize": args.quantize, "scan_layers": args.scan_layers}
