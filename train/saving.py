@@ -19,7 +19,7 @@ from specjax import processes
 from specjax.static import show
 from specjax.types import PyTree
 
-FORMAT = 1
+FORMAT = 2  # 1: other columns of qkv and gate_up, see `specjax.models.llama_params`
 
 
 def digest(tree: PyTree) -> str:

@@ -305,18 +305,18 @@ def _save(folder: pathlib.Path, config: Any, params: PyTree, target: str) -> Non
     weights = orbax._named(params)
     orbax._write(folder / "params", weights)
     manifest = {
-        "format": 1, "kind": name, "config": dataclasses.asdict(config), "target": target, "weights": [*weights],
-        **orbax._facts(folder / "params"),
+        "format": orbax._FORMAT, "kind": name, "config": dataclasses.asdict(config), "target": target,
+        "weights": [*weights], **orbax._facts(folder / "params"),
     }  # fmt: skip
     (folder / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
 
 
 def _restore(path: pathlib.Path, dtype: Any) -> tuple[Any, PyTree]:
     manifest = read_json(path / MANIFEST)
-    if manifest.get("format") != 1 or manifest.get("kind") not in KINDS:
+    if manifest.get("format") not in orbax._FORMATS or manifest.get("kind") not in KINDS:
         raise ValueError(
             f"{path / MANIFEST} has format {manifest.get('format')!r} and kind {manifest.get('kind')!r}; this version "
-            f"of specjax reads format 1 of {', '.join(KINDS)}"
+            f"of specjax reads formats {orbax._FORMATS} of {', '.join(KINDS)}"
         )
     orbax.check_entries(path / MANIFEST, manifest, files=dict, config=dict, weights=list)
     kind, settings = KINDS[manifest["kind"]], manifest["config"]
@@ -329,5 +329,6 @@ def _restore(path: pathlib.Path, dtype: Any) -> tuple[Any, PyTree]:
     every = kind.abstract(config, dtype)
     absent = {name for name in ("embedding", "head") if name not in manifest["weights"]}  # the target's
     expected = {name: leaf for name, leaf in every.items() if name not in absent}
+    older = getattr(config, "layers", None) if manifest["format"] == 1 else None
     with orbax.checked_files(path / "params", manifest):
-        return config, orbax._restore(path / "params", expected)
+        return config, orbax._restore(path / "params", expected, older)

@@ -100,7 +100,7 @@ def _sources(config: DFlashConfig) -> dict[str, Any]:
         "fc": source("fc.weight", size, len(config.feature_layers) * size),
         "hidden_norm": source("hidden_norm.weight", size),
         "layers": jax.tree.map(
-            lambda s: llama_params.Source(tuple(name.removeprefix("model.") for name in s.names), s.shapes),
+            lambda s: s._replace(names=tuple(name.removeprefix("model.") for name in s.names)),
             llama_params.sources(config.layers)["layers"], is_leaf=_is_source,
         ),
         "norm": source("norm.weight", size),
@@ -169,7 +169,7 @@ def read_dflash(
 
     def leaf(where, source):
         name = where[-1].key
-        joined = np.concatenate([files.read(part) for part in source.names])
+        joined = source.join([files.read(part) for part in source.names])
         return jnp.asarray(_ours(name, joined).astype(dtype, order="C"))  # a scalar stays one
 
     params = jax.tree_util.tree_map_with_path(leaf, sources, is_leaf=_is_source)
@@ -215,8 +215,7 @@ def write_dflash(path: str | pathlib.Path, config: DFlashConfig, params: PyTree,
 
     def leaf(where, source, weight):
         array = _theirs(where[-1].key, np.asarray(weight))
-        ends = np.cumsum([shape[0] for shape in source.shapes])[:-1]
-        tensors.update(zip(source.names, np.split(array, ends), strict=True))
+        tensors.update(zip(source.names, source.part(array), strict=True))
 
     rest = {name: weight for name, weight in params.items() if name != "ids"}
     jax.tree_util.tree_map_with_path(leaf, _sources(config), rest, is_leaf=_is_source)

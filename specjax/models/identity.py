@@ -10,7 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax import processes
+from specjax.models.config import LlamaConfig
 from specjax.models.language_model import LanguageModel
+from specjax.models.llama_params import side_by_side
 
 
 def fingerprint(target: LanguageModel) -> str:
@@ -18,7 +20,7 @@ def fingerprint(target: LanguageModel) -> str:
 
     The same for float32 and bfloat16 weights of one checkpoint.
     """
-    digest = hashlib.sha256()
+    digest, config = hashlib.sha256(), target.config
     words = target.tokenizer
     facts: dict[str, Any] = {"vocab_size": target.model.vocab_size}
     facts["tokenizer"] = None if words is None else getattr(words, "vocab_size", None)
@@ -32,7 +34,11 @@ def fingerprint(target: LanguageModel) -> str:
         digest.update(f"{jax.tree_util.keystr(path)} {np.shape(leaf)}".encode())
         if jnp.issubdtype(leaf.dtype, jnp.floating) and leaf.size:
             places = np.linspace(0, leaf.size - 1, num=min(64, leaf.size)).astype(np.int64)
-            some = np.asarray(processes.fetch(leaf[np.unravel_index(places, leaf.shape)])).astype(np.float32)
+            index = np.unravel_index(places, leaf.shape)
+            # Of the tensors side by side, as they once stood: whatever the order in memory, the name stays.
+            order = side_by_side(config, str(getattr(path[-1], "key", ""))) if isinstance(config, LlamaConfig) else None
+            index = index if order is None else (*index[:-1], order[index[-1]])
+            some = np.asarray(processes.fetch(leaf[index])).astype(np.float32)
             digest.update(np.asarray(jnp.asarray(some).astype(jnp.bfloat16)).tobytes())
     return digest.hexdigest()
 

@@ -15,7 +15,7 @@ from flax import nnx
 from specjax import cache as kv
 from specjax.models.attention import Reach, attend, reach, sliding
 from specjax.models.config import LayerKind, LlamaConfig
-from specjax.models.llama_params import abstract_params
+from specjax.models.llama_params import abstract_params, gate_block
 from specjax.models.nnx import from_nnx
 from specjax.models.rope import inverse_frequencies, layer_angles, rotate
 from specjax.sharding import KEYS, QUERIES, told
@@ -124,9 +124,11 @@ class Layer(nnx.Module):
         """y [B, T, in] -> queries [B, T, Hq, D], keys and values [B, T, H, D]; the first two turned to the window's
         positions, after a norm of their own if the model has one."""
         config, (batch, width, _) = window.config, y.shape
-        y = self.times("qkv", y)
-        y = y.reshape(batch, width, config.num_heads + 2 * config.num_kv_heads, config.head_dim)
-        q, k, v = jnp.split(y, [config.num_heads, config.num_heads + config.num_kv_heads], axis=2)
+        # Each key head behind its query heads and before its value: a device that holds some of them has all it needs.
+        groups = config.num_heads // config.num_kv_heads
+        y = self.times("qkv", y).reshape(batch, width, config.num_kv_heads, groups + 2, config.head_dim)
+        q = y[:, :, :, :groups].reshape(batch, width, config.num_heads, config.head_dim)
+        k, v = y[:, :, :, groups], y[:, :, :, groups + 1]
         # Keys that the cache holds whole must not reach it in parts: the compiler would add up whole caches.
         q, k, v = told(QUERIES, q), told(KEYS, k), told(KEYS, v)
         q, k = _heads_normed(q, self.q_norm, config), _heads_normed(k, self.k_norm, config)
@@ -134,8 +136,10 @@ class Layer(nnx.Module):
 
     def mlp(self, y: Array, activation: str = "silu") -> Array:
         """What the gated MLP adds to the stream: y [B, T, E], already normed, -> [B, T, E]."""
-        gate, up = jnp.split(self.times("gate_up", y), 2, axis=-1)
-        return self.times("down", ACTIVATIONS[activation](gate) * up)
+        y = self.times("gate_up", y)
+        blocks = y.reshape(*y.shape[:2], -1, 2, gate_block(y.shape[-1] // 2))
+        y = ACTIVATIONS[activation](blocks[..., 0, :]) * blocks[..., 1, :]
+        return self.times("down", y.reshape(*y.shape[:2], -1))
 
     def times(self, name: str, x: Array) -> Array:
         """x [B, T, in] times one of the matrices, its bias added -> [B, T, out]."""

@@ -6,7 +6,7 @@ Hugging Face tensors (i counts layers) to the tree; matrices are ``[out, in]`` t
     ours                     shape                         Hugging Face tensors
     embedding                [hidden, vocab]               model.embed_tokens.weight (the head too if tie_embeddings)
     layers/i/input_norm      [hidden]                      model.layers.i.input_layernorm.weight
-    layers/i/qkv             [hidden, (Hq + 2 Hkv) D]      model.layers.i.self_attn.{q,k,v}_proj.weight, side by side
+    layers/i/qkv             [hidden, (Hq + 2 Hkv) D]      model.layers.i.self_attn.{q,k,v}_proj.weight, in turns
     layers/i/qkv_bias        [(Hq + 2 Hkv) D]              model.layers.i.self_attn.{q,k,v}_proj.bias (attention_bias,
                                                            qkv_bias)
     layers/i/{q,k}_norm      [D]                           model.layers.i.self_attn.{q,k}_norm.weight (qk_norm)
@@ -14,12 +14,16 @@ Hugging Face tensors (i counts layers) to the tree; matrices are ``[out, in]`` t
     layers/i/o               [Hq D, hidden]                model.layers.i.self_attn.o_proj.weight
     layers/i/o_bias          [hidden]                      model.layers.i.self_attn.o_proj.bias (attention_bias)
     layers/i/post_norm       [hidden]                      model.layers.i.post_attention_layernorm.weight
-    layers/i/gate_up         [hidden, 2 ffn]               model.layers.i.mlp.{gate,up}_proj.weight, side by side
+    layers/i/gate_up         [hidden, 2 ffn]               model.layers.i.mlp.{gate,up}_proj.weight, in turns
     layers/i/gate_up_bias    [2 ffn]                       model.layers.i.mlp.{gate,up}_proj.bias (mlp_bias)
     layers/i/down            [ffn, hidden]                 model.layers.i.mlp.down_proj.weight
     layers/i/down_bias       [hidden]                      model.layers.i.mlp.down_proj.bias (mlp_bias)
     final_norm               [hidden]                      model.norm.weight
     head                     [hidden, vocab]               lm_head.weight (absent when tie_embeddings)
+
+Tensors "in turns" share the columns of one matrix in a repeating order, so that a device which holds a contiguous part
+of them holds what belongs together, and needs nothing of the others to go on. In qkv each key head has its query heads,
+then its key, then its value. In gate_up a block of `gate_block` columns of gate stands before the same columns of up.
 
 Norms are those of ``norms="before"``. Families that norm what attention and MLP give back have other names for them:
 
@@ -37,7 +41,7 @@ import functools
 import math
 import operator
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -53,6 +57,7 @@ ROWS = 128  # turned at a time: they stay in the cache of one core
 PAD = 16  # numbers between them there: rows that lie a power of two apart would push each other out
 BLOCK = 2**18  # numbers read at a time
 THREADS = min(8, os.cpu_count() or 1)
+LANES = 128  # channels that a TPU lays out together
 NORMS = {  # ours: theirs, by `LlamaConfig.norms`
     "before": {"input_norm": "input_layernorm", "post_norm": "post_attention_layernorm"},
     "after": {"attention_norm": "post_attention_layernorm", "mlp_norm": "post_feedforward_layernorm"},
@@ -64,11 +69,13 @@ NORMS = {  # ours: theirs, by `LlamaConfig.norms`
 
 
 class Source(NamedTuple):
-    """Where one weight of ours comes from: tensors of a Hugging Face checkpoint, joined along their first axis."""
+    """Where one weight of ours comes from: tensors of a Hugging Face checkpoint, joined along their first axis; with
+    ``blocks`` in turns, so many rows of each at a time."""
 
     names: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
     dtype: np.dtype | None = None  # that it has in our tree; None: what is asked for
+    blocks: tuple[int, ...] = ()  # empty: one tensor behind the other
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -77,6 +84,27 @@ class Source(NamedTuple):
             return ()
         joined = (sum(shape[0] for shape in self.shapes), *self.shapes[0][1:])
         return joined[::-1]
+
+    def place(self, part: int, row: int) -> tuple[int, int]:
+        """Where a row of one of the tensors stands in the joined ones, and how many rows from it on stand together."""
+        blocks = self.blocks or [shape[0] for shape in self.shapes]
+        turn, inside = divmod(row, blocks[part])
+        return turn * sum(blocks) + sum(blocks[:part]) + inside, blocks[part] - inside
+
+    def join(self, tensors: Sequence[np.ndarray]) -> np.ndarray:
+        """The tensors [out, ..] as one."""
+        if not self.blocks:
+            return np.concatenate(tensors) if self.shapes[0] else tensors[0]
+        turns = [x.reshape(-1, block, *x.shape[1:]) for block, x in zip(self.blocks, tensors, strict=True)]
+        return np.concatenate(turns, axis=1).reshape(-1, *tensors[0].shape[1:])
+
+    def part(self, joined: np.ndarray) -> list[np.ndarray]:
+        """The inverse of `join`."""
+        blocks = self.blocks or [shape[0] for shape in self.shapes if shape]
+        if len(blocks) < 2:
+            return [joined]
+        turns = joined.reshape(-1, sum(blocks), *joined.shape[1:])
+        return [x.reshape(-1, *joined.shape[1:]) for x in np.split(turns, np.cumsum(blocks)[:-1], axis=1)]
 
 
 class Stack(NamedTuple):
@@ -98,6 +126,15 @@ class Rows:
         return self.take(start, stop)
 
 
+def gate_block(ffn: int) -> int:
+    """Columns of gate, and of up behind them, that stand together in gate_up.
+
+    Sixteen blocks of each if they are whole lanes of a TPU, else fewer, but eight at least where that divides them: as
+    many parts as a matrix is usually shared out in. Large, since the product is cut at every block.
+    """
+    return ffn // max(math.gcd(ffn, 16 * LANES) // LANES, math.gcd(ffn, 8))
+
+
 def layer_sources(config: LlamaConfig, prefix: str, *, inputs: int | None = None) -> dict[str, Source]:
     """One layer of the table, under Hugging Face names that start with ``prefix``.
 
@@ -105,20 +142,21 @@ def layer_sources(config: LlamaConfig, prefix: str, *, inputs: int | None = None
     """
     e, f, q, kv = config.hidden_size, config.intermediate_size, config.q_size, config.kv_size
 
-    def source(names, outs, *ins):
-        return Source(tuple(prefix + name for name in names), tuple((out, *ins) for out in outs))
+    def source(names, outs, *ins, blocks=()):
+        return Source(tuple(prefix + name for name in names), tuple((out, *ins) for out in outs), blocks=blocks)
 
+    group, block = (q // config.num_kv_heads, config.head_dim, config.head_dim), (gate_block(f),) * 2
     qkv = [f"self_attn.{name}_proj" for name in "qkv"]
     gate_up = ["mlp.gate_proj", "mlp.up_proj"]
     sources = {
-        "qkv": source([f"{name}.weight" for name in qkv], [q, kv, kv], inputs or e),
+        "qkv": source([f"{name}.weight" for name in qkv], [q, kv, kv], inputs or e, blocks=group),
         "o": source(["self_attn.o_proj.weight"], [e], q),
-        "gate_up": source([f"{name}.weight" for name in gate_up], [f, f], e),
+        "gate_up": source([f"{name}.weight" for name in gate_up], [f, f], e, blocks=block),
         "down": source(["mlp.down_proj.weight"], [e], f),
     }
     sources |= {ours: source([f"{theirs}.weight"], [e]) for ours, theirs in NORMS[config.norms].items()}
     if config.attention_bias or config.qkv_bias:
-        sources["qkv_bias"] = source([f"{name}.bias" for name in qkv], [q, kv, kv])
+        sources["qkv_bias"] = source([f"{name}.bias" for name in qkv], [q, kv, kv], blocks=group)
     if config.attention_bias:
         sources["o_bias"] = source(["self_attn.o_proj.bias"], [e])
     if config.qk_norm or config.wide_qk_norm:
@@ -126,9 +164,17 @@ def layer_sources(config: LlamaConfig, prefix: str, *, inputs: int | None = None
         sources["q_norm"] = source(["self_attn.q_norm.weight"], [sizes[0]])
         sources["k_norm"] = source(["self_attn.k_norm.weight"], [sizes[1]])
     if config.mlp_bias:
-        sources["gate_up_bias"] = source([f"{name}.bias" for name in gate_up], [f, f])
+        sources["gate_up_bias"] = source([f"{name}.bias" for name in gate_up], [f, f], blocks=block)
         sources["down_bias"] = source(["mlp.down_proj.bias"], [e])
     return sources
+
+
+def side_by_side(config: LlamaConfig, name: str) -> np.ndarray | None:
+    """[out]: where the columns of a matrix in turns stand, in the order of its tensors side by side; None for a weight
+    that has no such columns. ``name`` may be a path with dots, a bias or a scale."""
+    of = name.rpartition(".")[2].removesuffix("_bias").removesuffix(int8.SCALE)
+    source = layer_sources(config, "").get(of)
+    return np.concatenate(source.part(np.arange(source.shape[-1]))) if source and source.blocks else None
 
 
 def sources(config: LlamaConfig) -> dict[str, Any]:
@@ -213,33 +259,32 @@ def fill(
 
 def _read(source: Source, tensor: Callable, weight: np.ndarray, scale: np.ndarray | None, pool) -> None:
     """Fills a weight, and its scale if it is to be int8, with the tensors of its source."""
-    start = 0
-    for name, shape in zip(source.names, source.shapes):
-        part = tensor(name, shape)
-        if tuple(part.shape) != shape:
-            raise ValueError(f"tensor {name!r} has shape {tuple(part.shape)}, the configuration needs {shape}")
+    for part, (name, shape) in enumerate(zip(source.names, source.shapes)):
+        found = tensor(name, shape)
+        if tuple(found.shape) != shape:
+            raise ValueError(f"tensor {name!r} has shape {tuple(found.shape)}, the configuration needs {shape}")
         if not shape:
-            weight[...] = part
+            weight[...] = found
             continue
-        step = getattr(part, "step", 0) or max(ROWS, BLOCK // math.prod(shape[1:]) // ROWS * ROWS)
-        block = functools.partial(_block, part, step, weight[..., start : start + shape[0]],
-                                  None if scale is None else scale[start : start + shape[0]], name)  # fmt: skip
+        step = getattr(found, "step", 0) or max(ROWS, BLOCK // math.prod(shape[1:]) // ROWS * ROWS)
+        block = functools.partial(_block, found, functools.partial(source.place, part), step, weight, scale, name)
         for _ in pool.map(block, range(0, shape[0], step)):
             pass  # the first error is raised here
-        start += shape[0]
 
 
 def _block(
-    part: "np.ndarray | Rows", step: int, weight: np.ndarray, scale: np.ndarray | None, name: str, first: int
-) -> None:
+    tensor: "np.ndarray | Rows", place: Callable[[int], tuple[int, int]], step: int, weight: np.ndarray,
+    scale: np.ndarray | None, name: str, first: int,
+) -> None:  # fmt: skip
     """Reads a block of rows and turns them, a few at a time, straight to their place: whole copies would double the
     peak of memory. The few are converted on their way to a buffer whose rows do not share the places of a cache."""
-    block = np.asarray(part[first : first + step])
+    block, row = np.asarray(tensor[first : first + step]), 0
     bits = np.dtype(f"u{weight.dtype.itemsize}")  # numpy copies what it knows faster, and lets other threads run
     room = np.empty((ROWS, math.prod(block.shape[1:]) + PAD), weight.dtype)[:, :-PAD]
-    for row in range(0, len(block), ROWS):
-        few = block[row : row + ROWS]
-        at = slice(first + row, first + row + len(few))
+    while row < len(block):
+        start, together = place(first + row)
+        few = block[row : row + min(together, ROWS)]
+        at, row = slice(start, start + len(few)), row + len(few)
         if scale is not None:
             few, scale[at] = int8.rounded(few, f"tensor {name!r}")
         if few.strides[0] == few.itemsize:  # as it will lie
@@ -261,8 +306,7 @@ def spill(tree: PyTree, params: PyTree) -> dict[str, np.ndarray]:
     tensors = {}
     leaves, where = jax.tree.flatten(tree, is_leaf=_is_source)
     for source, weight in zip(leaves, where.flatten_up_to(params), strict=True):
-        ends = np.cumsum([shape[0] for shape in source.shapes])[:-1]
-        parts = np.split(np.asarray(weight).T, ends)
+        parts = source.part(np.asarray(weight).T)
         tensors |= {name: np.ascontiguousarray(part) for name, part in zip(source.names, parts, strict=True)}
     return tensors
 

@@ -30,7 +30,8 @@ from specjax.static import show
 from specjax.types import PyTree
 
 MANIFEST = "specjax.json"
-_FORMAT = 1
+_FORMAT = 2
+_FORMATS = (1, 2)  # that are read; in the first the tensors of qkv and gate_up are side by side and not in turns
 _CHUNK = 2**22  # bytes of an array that are written, and read, at a time
 _BLOCK = 2**22  # bytes of a file that are summed at a time
 _THREADS = 4  # that sum files
@@ -87,9 +88,10 @@ def load(
     config = dataclasses.replace(config, quantization=config.quantization or quantization)
     if mesh is not None:
         refuse(mesh, config)
+    older = config if manifest["format"] == 1 else None
     with checked_files(path / "params", manifest):
-        params = _restore(path / "params", stored, scan_layers=scan_layers, quantise=quantise, put=putting(mesh),
-                          progress=progress)  # fmt: skip
+        params = _restore(path / "params", stored, older, scan_layers=scan_layers, quantise=quantise,
+                          put=putting(mesh), progress=progress)  # fmt: skip
     text = None
     if (ids := manifest["tokenizer"]) is not None:
         file = path / "tokenizer.json"
@@ -116,10 +118,10 @@ def read_manifest(path: pathlib.Path) -> tuple[dict[str, Any], LlamaConfig]:
     """
     file, none = path / MANIFEST, type(None)
     manifest = huggingface.read_json(file)
-    if manifest.get("format") != _FORMAT or manifest.get("family") != "llama":
+    if manifest.get("format") not in _FORMATS or manifest.get("family") != "llama":
         raise ValueError(
             f"{file} has format {manifest.get('format')!r} and family {manifest.get('family')!r}; "
-            f"this version of specjax reads format {_FORMAT}, family 'llama'"
+            f"this version of specjax reads formats {_FORMATS}, family 'llama'"
         )
     check_entries(file, manifest, files=dict, config=dict, eos_ids=list, tokenizer=(dict, none),
                   chat_template=(str, none))  # fmt: skip
@@ -228,11 +230,12 @@ def _write(folder: pathlib.Path, weights: Mapping[str, Any]) -> None:
 
 
 def _restore(
-    folder: pathlib.Path, expected: PyTree, *, scan_layers: bool = False, quantise: bool = False, put=None,
-    progress: bool = False,
-) -> PyTree:
+    folder: pathlib.Path, expected: PyTree, older: LlamaConfig | None = None, *, scan_layers: bool = False,
+    quantise: bool = False, put=None, progress: bool = False,
+) -> PyTree:  # fmt: skip
     """The saved weights in the shapes and types of ``expected``, wherever they were saved from.
 
+    ``older``: the configuration of layers whose columns stand as in format 1; they are put in order.
     ``scan_layers``, ``quantise`` and ``put`` are those of `llama_params`; ``expected`` is unrolled in any case.
     """
     _check_shapes(folder, _named(expected))
@@ -242,7 +245,7 @@ def _restore(
     ])  # fmt: skip
     tree = llama_params.stacked(tree) if scan_layers else tree
     shapes = {name: leaf.shape for name, leaf in _named(expected).items()}
-    with told(_reader(folder), shapes, progress) as tensor:
+    with told(_reader(folder, older), shapes, progress) as tensor:
         return llama_params.fill(tree, tensor, put=put, quantise=quantise)
 
 
@@ -265,7 +268,9 @@ def _check_shapes(folder: pathlib.Path, expected: Mapping[str, Any]) -> None:
             raise ValueError(f"{folder}: weight {name} has the type {types[name]}, the model needs {wanted}")
 
 
-def _reader(folder: pathlib.Path) -> Callable[[str, tuple[int, ...]], "np.ndarray | llama_params.Rows"]:
+def _reader(
+    folder: pathlib.Path, older: LlamaConfig | None
+) -> Callable[[str, tuple[int, ...]], "np.ndarray | llama_params.Rows"]:
     """``(name, shape) -> array`` [out, in]. What orbax wrote is read by the library that it wrote it with: orbax itself
     has an array of the file's type beside the one that is asked for, and twice the largest array is a lot."""
     import tensorstore
@@ -283,6 +288,9 @@ def _reader(folder: pathlib.Path) -> Callable[[str, tuple[int, ...]], "np.ndarra
         except Exception as error:
             raise ValueError(f"{folder} is damaged: {error}") from error
         chunk: Any = array.chunk_layout.read_chunk.shape
+        order = None if older is None else llama_params.side_by_side(older, name)
+        if order is not None:
+            array = array[..., np.argsort(order)]
         if len(shape) != 2 or chunk[0] != array.shape[0] or chunk[1] >= array.shape[1]:
             return read(array)
         return llama_params.Rows(shape, lambda start, stop: read(array[:, start:stop]), chunk[1])

@@ -14,6 +14,7 @@ import specjax
 from specjax.models import LlamaConfig, RopeScaling, hf_config, llama, llama_params, orbax, save_safetensors
 from specjax.models.config import Rope
 from specjax.models.load import load
+from tests.models import tiny
 from tests.models.test_families import FAMILY_CONFIGS, WIDTH, assert_windows_with_misses_say
 from tests.models.test_llama import oracle, random_weights
 from tests.models.test_load import assert_equal
@@ -70,14 +71,14 @@ def test_each_matrix_is_turned_once_and_one_that_is_turned_in_the_file_is_named(
     params = load(written(tmp_path / "m", config, weights)).params
     at, layer = "model.layers.1.", params["layers"][1]
 
-    def joined(part, names):
-        return np.concatenate([weights[f"{at}{part}.{x}_proj.weight"] for x in names]).T
+    def joined(part, names, *blocks):
+        return tiny.in_turns([weights[f"{at}{part}.{x}_proj.weight"] for x in names], *blocks)
 
     assert layer["qkv"].shape == (20, 64) and layer["o"].shape == (32, 20)
-    np.testing.assert_array_equal(layer["qkv"], joined("self_attn", "qkv"))
-    np.testing.assert_array_equal(layer["o"], joined("self_attn", "o"))
-    np.testing.assert_array_equal(layer["gate_up"], joined("mlp", ("gate", "up")))
-    np.testing.assert_array_equal(layer["down"], joined("mlp", ("down",)))
+    np.testing.assert_array_equal(layer["qkv"], joined("self_attn", "qkv", 16, 8, 8))
+    np.testing.assert_array_equal(layer["o"], joined("self_attn", "o", 20))
+    np.testing.assert_array_equal(layer["gate_up"], joined("mlp", ("gate", "up"), 3, 3))
+    np.testing.assert_array_equal(layer["down"], joined("mlp", ("down",), 20))
     np.testing.assert_array_equal(params["head"], weights["lm_head.weight"].T)
     np.testing.assert_array_equal(params["embedding"], weights["model.embed_tokens.weight"].T)
     turned = {tensor: np.ascontiguousarray(x.T) for tensor, x in weights.items()}

@@ -20,6 +20,7 @@ from tokenizers import Tokenizer, models
 import specjax
 from specjax.models import fetch, huggingface
 from specjax.models.config import for_tokens
+from specjax.models.identity import fingerprint
 from specjax.models.load import load, strict_params
 from tests.models import tiny
 
@@ -129,17 +130,23 @@ def test_a_tied_model_may_repeat_its_embedding_as_head_but_not_bring_another():
         params_of(weights, TIED)
 
 
-def test_kernels_are_transposed_once_and_joined_in_order():
+def test_kernels_are_transposed_once_and_joined_in_turns():
+    """Two query heads, a key and a value for each key head; a quarter of gate and of up at a time."""
     weights = tiny.tensors()
     params = params_of(weights)
     layer, prefix = params["layers"][1], "model.layers.1."
-    qkv = np.concatenate([weights[f"{prefix}self_attn.{x}_proj.weight"] for x in "qkv"]).T
-    gate_up = np.concatenate([weights[f"{prefix}mlp.{x}_proj.weight"] for x in ("gate", "up")]).T
+    qkv = tiny.in_turns([weights[f"{prefix}self_attn.{x}_proj.weight"] for x in "qkv"], 16, 8, 8)
+    gate_up = tiny.in_turns([weights[f"{prefix}mlp.{x}_proj.weight"] for x in ("gate", "up")], 7, 7)
     np.testing.assert_array_equal(layer["qkv"], qkv)
     np.testing.assert_array_equal(layer["gate_up"], gate_up)
     np.testing.assert_array_equal(layer["o"], weights[f"{prefix}self_attn.o_proj.weight"].T)
     np.testing.assert_array_equal(layer["down"], weights[f"{prefix}mlp.down_proj.weight"].T)
     np.testing.assert_array_equal(params["head"], weights["lm_head.weight"].T)
+
+
+def test_what_was_made_for_a_model_before_columns_were_in_turns_still_knows_it():
+    whole, rounded = (load(tiny.TINY_MODELS / "qwen2_bias", quantize=how) for how in (None, "int8"))  # biases, scales
+    assert fingerprint(whole)[:16] == "4530c257930ff7d8" and fingerprint(rounded)[:16] == "783543d0823dea72"
 
 
 # --- dtypes ---------------------------------------------------------------------------------------------------------

@@ -176,7 +176,7 @@ def reweigh(path, dtype):
         (lambda path: cut(path / "params" / "manifest.ocdbt"), r"params is damaged: manifest\.ocdbt has \d+ bytes"),
         (lambda path: (path / "tokenizer.json").unlink(), r"tokenizer\.json is missing"),
         (lambda path: (path / "specjax.json").write_text("{"), r"specjax\.json is not valid JSON"),
-        (lambda path: edit(path, lambda m: m.update(format=2)), "format 2"),
+        (lambda path: edit(path, lambda m: m.update(format=3)), "format 3"),
         (lambda path: edit(path, lambda m: m.update(family="rnn")), "family 'rnn'"),
         (lambda path: edit(path, lambda m: m["config"].update(num_layers=13)), r"layers\.12\.down is missing"),
         (lambda path: edit(path, lambda m: m["config"].update(num_layers=11)), r"layers\.11\.\w+ is .*no such weight"),
@@ -201,6 +201,32 @@ def test_a_damaged_checkpoint_is_an_error_that_says_what_is_wrong(tmp_path, lm, 
     damage(tmp_path / "saved")
     with pytest.raises((ValueError, FileNotFoundError), match=said):
         load(tmp_path / "saved")
+
+
+def side_by_side(layer, heads, key_heads, dim, blocks):
+    """A layer with its columns as format 1 had them: all queries, keys, values; all of gate, all of up."""
+    group = heads // key_heads + 2
+    kinds = range(group - 2), [group - 2], [group - 1]
+    head = [g * group + i for own in kinds for g in range(key_heads) for i in own]
+    order = {
+        "qkv": [dim * each + j for each in head for j in range(dim)],
+        "gate_up": [2 * size * block + half * size + j for size in [layer["down"].shape[0] // blocks]
+                    for half in (0, 1) for block in range(blocks) for j in range(size)],
+    }  # fmt: skip
+    return {name: np.asarray(x)[..., order.get(name.removesuffix("_scale"), slice(None))] for name, x in layer.items()}
+
+
+@pytest.mark.parametrize("quantize", [None, "int8"])
+def test_the_columns_of_an_older_checkpoint_are_put_in_order(tmp_path, quantize):
+    lm = load(tiny.write_directory(tmp_path / "tiny"), quantize=quantize)
+    orbax.save(tmp_path / "saved", lm)
+    shutil.rmtree(tmp_path / "saved" / "params")
+    layers = {i: side_by_side(layer, 4, 2, 8, 4) for i, layer in lm.params["layers"].items()}
+    orbax._write(tmp_path / "saved" / "params", orbax._named({**lm.params, "layers": layers}))
+    edit(tmp_path / "saved", lambda m: m.update(orbax._facts(tmp_path / "saved" / "params"), format=1))
+    assert_equal(load(tmp_path / "saved").params, lm.params)
+    edit(tmp_path / "saved", lambda m: m.update(format=2))
+    assert not np.array_equal(load(tmp_path / "saved").params["layers"][0]["qkv"], lm.params["layers"][0]["qkv"])
 
 
 def flip(folder):

@@ -47,6 +47,14 @@ def tensors(seed=0, layers=LAYERS, tied=False):
     return {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes(layers, tied).items()}
 
 
+def in_turns(tensors, *blocks):
+    """Rows of matrices, so many of each in turn, as the columns of one."""
+    return np.stack([
+        x[turn * size + row]
+        for turn in range(len(tensors[0]) // blocks[0]) for x, size in zip(tensors, blocks) for row in range(size)
+    ], axis=-1)  # fmt: skip
+
+
 def write_directory(path, weights=None, files=1, **overrides):
     """A Hugging Face directory, its tensors dealt out over ``files`` safetensors files."""
     weights = tensors() if weights is None else weights
