@@ -77,7 +77,7 @@ def test_each_matrix_is_turned_once_and_one_that_is_turned_in_the_file_is_named(
     assert layer["qkv"].shape == (20, 64) and layer["o"].shape == (32, 20)
     np.testing.assert_array_equal(layer["qkv"], joined("self_attn", "qkv", 16, 8, 8))
     np.testing.assert_array_equal(layer["o"], joined("self_attn", "o", 20))
-    np.testing.assert_array_equal(layer["gate_up"], joined("mlp", ("gate", "up"), 3, 3))
+    np.testing.assert_array_equal(layer["gate_up"], joined("mlp", ("gate", "up"), 5, 5))
     np.testing.assert_array_equal(layer["down"], joined("mlp", ("down",), 20))
     np.testing.assert_array_equal(params["head"], weights["lm_head.weight"].T)
     np.testing.assert_array_equal(params["embedding"], weights["model.embed_tokens.weight"].T)
