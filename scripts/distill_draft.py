@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 from distill_options import HEADS, HELD_OUT, parse
 from distill_plan import foresee, plan, size, source
-from script_tools import keep_programs, run_script
+from script_tools import keep_programs, rival, run_script
 
 from specjax.models.identity import fingerprint
 
@@ -47,7 +47,8 @@ def work(args) -> None:
 
     progress_bar()  # is it installed? Better now than after an hour.
     keep_programs()
-    target = specjax.load(args.target, dtype=args.dtype)
+    mesh = devices.mesh(args)
+    target = specjax.load(args.target, dtype=args.dtype, mesh=mesh)
     more = [same_target(read_corpus(path), target) for path in args.more_corpora]
     if args.eval_prompts:
         held_out(args, target, more)  # a broken line is better found now
@@ -57,18 +58,16 @@ def work(args) -> None:
     if args.dry_run:
         say(plan(args, target, more))
         return
-    mesh = devices.mesh(args) if args.student != "tables" else None
     if processes.first():
         check_drafter(args)
-    corpora = [write(args, target), *more]  # each process its part
+    corpora = [write(args, target), *more]
     if processes.first():
         note_student(args)
-    if args.student != "tables":
-        train(args, target, corpora, mesh)  # all together
-    elif processes.first():
+    if args.student == "tables":
         save_tables(args, target, corpora)
-    if processes.first():
-        worth(args, target, corpora)
+    else:
+        train(args, target, corpora, mesh)
+    worth(args, target, corpora, mesh)
     processes.wait("the end")
 
 
@@ -182,7 +181,6 @@ def settings(args, steps: int):
 def train(args, target, corpora, mesh) -> None:
     from specjax import processes
     from specjax.train import draft_lm, packing
-    from specjax.train.mesh import place_target
     from specjax.train.trainer import fit
 
     packed = packing.pack(packing.texts_of(*corpora), args.width)
@@ -190,20 +188,19 @@ def train(args, target, corpora, mesh) -> None:
     batches = packing.batches(packed, args.batch, args.seed)
     steps = args.steps or max(1, math.ceil(args.epochs * batches.steps_per_epoch))
     made = student(args, target, corpora)
-    given = target.params if mesh is None else place_target(mesh, target.params)
     say(f"{args.student}: {size(made.params):,} weights, {steps} steps of {args.batch} x {args.width} tokens")
     rewrite = None
     if args.on_policy:
         rewrite = draft_lm.on_policy(made.config, every=args.on_policy, seed=args.seed)
     fitted = fit(
-        made.loss, made.params, batches.at, settings(args, steps), given=given, directory=args.out / "training",
+        made.loss, made.params, batches.at, settings(args, steps), given=target.params, directory=args.out / "training",
         identity={"target": fingerprint(target), "student": repr(named(made.config)), "texts": packed.texts,
                   "rows": [args.batch, args.width],
                   "loss": [args.loss, args.depth, args.decay, args.anchors], "on_policy": args.on_policy},
         mesh=mesh, rewrite=rewrite, evaluate=judge(args, target, corpora, made), tensorboard=args.tensorboard,
     )  # fmt: skip
+    save_student(args, target, made, fitted.ema or fitted.params)
     if processes.first():
-        save_student(args, target, made, fitted.ema or fitted.params)
         draw(args)
 
 
@@ -213,13 +210,16 @@ def named(config: Any) -> Any:
 
 
 def drafter_of(args, target, made: Student, params):
-    from specjax import drafters
+    from specjax import drafters, sharding
     from specjax.train import heads
 
     if args.student == "draft-lm":
-        return drafters.model(made.config._replace(params=params), target, args.num_draft_tokens)
-    number = {} if args.student == "medusa" else {"num_draft_tokens": args.num_draft_tokens}
-    return heads.drafter(made.config, params, target, **number)
+        drafter = drafters.model(made.config._replace(params=params), target, args.num_draft_tokens)
+    else:
+        number = {} if args.student == "medusa" else {"num_draft_tokens": args.num_draft_tokens}
+        drafter = heads.drafter(made.config, params, target, **number)
+    layout = target.model.layout
+    return drafter if layout is None else sharding.place_drafter(layout.mesh, drafter, layout.rules)
 
 
 def judge(args, target, corpora, made: Student):
@@ -239,13 +239,16 @@ def judge(args, target, corpora, made: Student):
 
 
 def save_student(args, target, made: Student, params) -> None:
+    from specjax import processes
     from specjax.drafters.checkpoint import MADE_FOR, save_drafter
     from specjax.models import save
 
     if args.student == "draft-lm":
         save(args.out / "drafter", made.config._replace(params=params), overwrite=True)
         facts = {"name": args.target, "fingerprint": fingerprint(target)}
-        (args.out / "drafter" / MADE_FOR).write_text(json.dumps(facts), encoding="utf-8")
+        if processes.first():
+            (args.out / "drafter" / MADE_FOR).write_text(json.dumps(facts), encoding="utf-8")
+        processes.wait("draft model")
         return
     own = "orbax" if args.student == "eagle1" else "speculators"
     save_drafter(
@@ -280,16 +283,17 @@ def held_out(args, target, corpora):
     return [Prompt([int(token) for token in text.tokens[: max(1, len(text.tokens) // 2)]]) for text in every]
 
 
-def worth(args, target, corpora) -> None:
+def worth(args, target, corpora, mesh) -> None:
     """Plain and speculative decoding by turns, with the drafter as it lies on disk."""
     import specjax
+    from specjax import processes
     from specjax.train.evaluate import evaluate, table
 
     drafter = specjax.load_drafter(args.out, target)
     plain = {f"plain {args.dtype}": target}
-    if args.repeats:
-        other = "float32" if args.dtype == "bfloat16" else "bfloat16"
-        plain[f"plain {other}"] = specjax.load(args.target, dtype=other)
+    other = rival(args.dtype) if args.repeats else None
+    if other:
+        plain[f"plain {other}"] = specjax.load(args.target, dtype=other, mesh=mesh)
     rows = evaluate(
         target, drafter, held_out(args, target, corpora), max_new_tokens=args.max_new_tokens,
         temperatures=(0.0, 1.0), repeats=args.repeats, plain=plain, seed=args.seed, progress=progress,
@@ -302,7 +306,8 @@ def worth(args, target, corpora) -> None:
         say(f"greedy: plain {best:.1f} tok/s, with this drafter {greedy.rates['speculative']:.1f}: {greedy.ratio:.2f}x")
     say(f"drafter: {args.out / 'drafter'}  (specjax.load_drafter({str(args.out)!r}, target))")
     facts = {"options": {k: str(v) for k, v in vars(args).items()}, "results": [row._asdict() for row in rows]}
-    (args.out / "results.json").write_text(json.dumps(facts, indent=1), encoding="utf-8")
+    if processes.first():
+        (args.out / "results.json").write_text(json.dumps(facts, indent=1), encoding="utf-8")
 
 
 def progress(text: str) -> None:

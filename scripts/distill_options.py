@@ -54,6 +54,7 @@ def parser() -> argparse.ArgumentParser:
     add("--out", type=pathlib.Path, help="directory of the run; the drafter is in DIR/drafter, and DIR means it too")
     add("--dry-run", action="store_true", help="say what would be done, how large it is and about how long it takes")
     add("--seed", type=int, default=0)
+    devices.add_arguments(made)
     text = made.add_argument_group("text")
     text.add_argument("--tokens", type=amount, default=1_000_000, help="how many the target writes: 200k, 1.5M")
     text.add_argument("--prompts", type=pathlib.Path, help="the target answers these instead of prompts of its own")
@@ -85,7 +86,6 @@ def parser() -> argparse.ArgumentParser:
     train.add_argument("--target-head", action="store_true", help="eagle3: the output head is the target's own rows")
     train.add_argument("--layers", type=int, default=3, help="draft-lm: layers kept of the target")
     train.add_argument("--on-policy", type=int, default=0, help="draft-lm: every so many steps its own text; 0: never")
-    devices.add_arguments(train)
     train.add_argument("--tensorboard", action="store_true", help="event files too (needs tensorboardX)")
     train.add_argument("--log-every", type=int, default=10)
     train.add_argument("--eval-every", type=int, default=0, help="steps between evaluations by decoding; 0: the ends")
@@ -205,5 +205,4 @@ def refusals(args: argparse.Namespace) -> list[tuple[Any, str]]:
         (args.target_head and student != "eagle3", "--target-head needs --student eagle3"),
         (args.on_policy and student != "draft-lm", "--on-policy needs --student draft-lm"),
         (args.depth and student not in HEADS, "--depth needs a head as --student"),
-        (args.mesh and student == "tables", "--mesh: tables are not trained"),
     ]  # fmt: skip

@@ -8,8 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from distill_options import HEADS
+from jax.sharding import NamedSharding
 
-from specjax.sharding import make_mesh
+from specjax import sharding
 
 
 def source(args):
@@ -40,31 +41,73 @@ def rate() -> float:
 
 def plan(args, target, more) -> str:
     """Sizes, steps, memory and time, without doing any of it."""
+    layout = target.model.layout
+    mesh = layout and layout.mesh
     speed, weights = rate(), size(target.params)
     have = sum(corpus.manifest.get("complete", {}).get("tokens", 0) for corpus in more)
+    devices, place = "", "memory"
+    if mesh is not None:
+        speed *= mesh.size
+        devices, place = f" on {mesh.size} devices, {gigabytes(held(target.params))} on each", "memory of a device"
     lines = [
-        f"target: {args.target}, {weights:,} weights; bfloat16 products run at {speed / 1e9:.0f} GFLOP/s here",
+        f"target: {args.target}, {weights:,} weights{devices}; bfloat16 products run at {speed / 1e9:.0f} GFLOP/s here",
         f"text: {args.tokens:,} tokens from {type(source(args)).__name__} into {args.corpus}, at most "
         f"{args.tokens * 34 / 1e6:.0f} MB, {clock(2 * weights * args.tokens / speed)} or more; "
         f"{have:,} tokens of earlier runs",
+        f"{place} while text is written: about "
+        f"{gigabytes(held(target.params) + writing(args, target, mesh))} (weights, cache, logits)",
     ]  # fmt: skip
     if args.student == "tables":
         return "\n".join([*lines, f"tables: up to {args.megabytes:g} MB, {args.candidates} candidates per context"])
     # Nothing is read for this: a vocabulary of the right size will do.
     shapes = jax.eval_shape(lambda: sketch(args, target))
-    count, vocab = size(shapes), args.draft_vocab or target.model.vocab_size
+    count = size(shapes)
     steps = args.steps or max(1, math.ceil(args.epochs * (args.tokens + have) / (args.batch * args.width)))
     tokens = args.batch * args.width
-    part = tokens // args.accumulate
-    needed = 16 * count + sum(leaf.nbytes for leaf in jax.tree.leaves(target.params))
-    needed += part * 4 * (2 * target.model.vocab_size + 3 * vocab)
+    needed = held(target.params) + learning(args, target, mesh, shapes)
     work = 2 * weights * tokens + 6 * count * tokens * (args.depth or 3)
     lines += [
         f"{args.student}: {count:,} weights, {steps:,} steps of {args.batch} x {args.width} tokens",
-        f"memory: about {needed / 1e9:.1f} GB (weights, gradients, optimiser, logits of one part)",
+        f"{place} in training: about {gigabytes(needed)} (weights, gradients, "
+        "optimiser, logits of one part)",
         f"training: {clock(steps * work / speed)} or more, at the speed of a large matrix product",
     ]
     return "\n".join(lines)
+
+
+def held(tree) -> int:
+    """Bytes of arrays on one device."""
+    return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree))
+
+
+def portion(mesh, axes: tuple[str, ...], shape: tuple[int, ...]) -> int:
+    """Numbers of an array with these logical axes on one device."""
+    if mesh is None:
+        return math.prod(shape)
+    return math.prod(NamedSharding(mesh, sharding.spec(mesh, axes, shape)).shard_shape(shape))
+
+
+def writing(args, target, mesh) -> int:
+    """Bytes on one device besides the target: cache, logits and two arrays made of them."""
+    cache = jax.eval_shape(lambda: target.model.init_cache(args.rows, args.slots))
+    kept = sum(portion(mesh, sharding.CACHE, x.shape) * x.dtype.itemsize for x in jax.tree.leaves((cache.k, cache.v)))
+    return kept + 3 * 4 * portion(mesh, sharding.COUNTS, (args.rows, target.model.vocab_size))
+
+
+def learning(args, target, mesh, shapes) -> int:
+    """Bytes on one device besides the target: weights, gradients and two slots of the optimiser in float32, logits of
+    target and student."""
+    rows, vocab = args.batch // args.accumulate, args.draft_vocab or target.model.vocab_size
+    laws = [(2, (rows, args.width, target.model.vocab_size)), (3, (rows, args.width, vocab))]
+    logits = sum(times * 4 * portion(mesh, sharding.LOGITS, shape) for times, shape in laws)
+    return logits + 16 * sum(
+        math.prod(x.shape if mesh is None else sharding.weight_sharding(mesh, path, x.shape).shard_shape(x.shape))
+        for path, x in jax.tree_util.tree_leaves_with_path(shapes)
+    )
+
+
+def gigabytes(count: int) -> str:
+    return f"{count / 1e9:.1f} GB"
 
 
 def sketch(args, target):
@@ -90,19 +133,20 @@ def foresee(args, target) -> None:
         for name, value in (("slots", args.slots), ("max-new-tokens", args.max_new_tokens)):
             if value > context:
                 raise ValueError(f"--{name} {value}: {args.target} reads {context} tokens at most")
+    data = 1 if target.model.layout is None else target.model.layout.mesh.shape["data"]
+    if args.rows % data:
+        raise ValueError(f"--rows {args.rows} must be a multiple of {data}, the devices that --mesh {args.mesh} shares "
+                         "it out over")
     if args.student == "tables":
         return
     if args.draft_vocab > target.model.vocab_size:
         raise ValueError(f"--draft-vocab {args.draft_vocab}: the target has {target.model.vocab_size} tokens; 0 is all")
     jax.eval_shape(lambda: sketch(args, target))
-    if args.mesh:
-        data, model = map(int, args.mesh.split(","))
-        make_mesh(data, model)
-        if args.batch % (args.accumulate * data):
-            raise ValueError(
-                f"--batch {args.batch} must be a multiple of --accumulate {args.accumulate} times {data}, the devices "
-                f"that --mesh {args.mesh} shares it out over"
-            )
+    if args.batch % (args.accumulate * data):
+        raise ValueError(
+            f"--batch {args.batch} must be a multiple of --accumulate {args.accumulate} times {data}, the devices "
+            f"that --mesh {args.mesh} shares it out over"
+        )
     if args.tensorboard and importlib.util.find_spec("tensorboardX") is None:
         raise ValueError("--tensorboard needs tensorboardX: pip install tensorboardX")
 

@@ -25,7 +25,7 @@ import sys
 import devices
 import draft_sources
 from draft_sources import make, sources
-from script_tools import check_lengths, figure_class, keep_programs, lost, machine, progress, run_script, write
+from script_tools import check_lengths, figure_class, keep_programs, lost, machine, progress, rival, run_script, write
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -91,8 +91,8 @@ def measure(args: argparse.Namespace, lm, prompts, made: dict) -> dict:
     from specjax.train.evaluate import evaluate
 
     plain = {f"plain {args.dtype}": lm}
-    if args.wall:
-        other = "bfloat16" if args.dtype == "float32" else "float32"
+    other = rival(args.dtype) if args.wall else None
+    if other:
         plain[f"plain {other}"] = specjax.load(args.model, dtype=other, mesh=devices.mesh(args))
     rows: dict[str, list] = {}
     for name, drafter in made.items():

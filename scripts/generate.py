@@ -21,7 +21,7 @@ import time
 import devices
 import draft_sources
 from generate_options import check_ranges, options, parse, read_prompts
-from script_tools import keep_programs, measured, progress, run_script
+from script_tools import keep_programs, measured, progress, rival, run_script
 
 
 def report(tau: float | None, acceptance_rate: float | None, alpha: float | None) -> str:
@@ -82,7 +82,8 @@ def timed(call) -> float:
 def compare(lm, prompts: list[str], drafter, args: argparse.Namespace) -> dict:
     """Plain and speculative decoding in turn, one prompt at a time; wall clock of whole calls, prefill included.
 
-    Plain decoding is timed with both weight types and the faster one is the baseline. Without --json every answer
+    Plain decoding is timed with both weight types, on an accelerator not in float32 if --dtype is bfloat16, and the
+    faster one is the baseline. Without --json every answer
     and its numbers are printed at once. Ctrl-C ends it after the prompts finished so far.
     """
     import specjax
@@ -91,8 +92,9 @@ def compare(lm, prompts: list[str], drafter, args: argparse.Namespace) -> dict:
     rows: list[dict] = []
     interrupted = False
     try:
-        other = "bfloat16" if args.dtype == "float32" else "float32"
-        models = {args.dtype: lm, other: specjax.load(args.model, dtype=other, mesh=devices.mesh(args))}
+        models, other = {args.dtype: lm}, rival(args.dtype)
+        if other:
+            models[other] = specjax.load(args.model, dtype=other, mesh=devices.mesh(args))
         if not args.json:
             print(legend(args), flush=True)
         for index, prompt in enumerate(prompts):

@@ -72,6 +72,13 @@ def measured(lm: Any, drafter: Any, batch: int) -> Any:
     return specjax.Adaptive(costs=costs)
 
 
+def rival(dtype: str) -> str | None:
+    """The other weight type, if plain decoding may be faster with it. On an accelerator float32 never is, and takes
+    twice the memory."""
+    other = "bfloat16" if dtype == "float32" else "float32"
+    return None if other == "float32" and jax.default_backend() != "cpu" else other
+
+
 def keep_programs() -> None:
     """What is compiled is found again by the next run."""
     from specjax.models.fetch import cache_dir

@@ -123,7 +123,9 @@ def top_k(x: Array, k: int) -> tuple[Array, Array]:
     blocks, starts = _blocks(x, TOP_BLOCK, -jnp.inf)
     count, block = blocks.shape[-2:]
     if count <= k:
-        return lax.optimization_barrier(tuple(lax.top_k(x, k)))
+        # A barrier each: XLA:CPU's partitioner fails on one around both.
+        top, ids = lax.top_k(x, k)
+        return lax.optimization_barrier(top), lax.optimization_barrier(ids)
     padded, lowest = blocks.size > x.size, jnp.finfo(x.dtype).min
     if padded:  # padding comes behind all that is not
         blocks, _ = _blocks(jnp.maximum(x, lowest), TOP_BLOCK, -jnp.inf)

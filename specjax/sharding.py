@@ -207,12 +207,12 @@ def place_drafter(mesh: Mesh, drafter: Drafter, rules: Rules = RULES) -> Drafter
         raise ValueError(f"drafter was placed on {shown(before.mesh)} before, and mesh={shown(mesh)} or its rules are "
                          "others: place the one it was made from")
 
-    def put(path, leaf):
+    def lay(path, leaf):
         own = getattr(leaf, "sharding", None)
         there = isinstance(own, NamedSharding) and own.mesh == mesh and not own.is_fully_replicated
-        return leaf if there else jax.device_put(leaf, weight_sharding(mesh, path, np.shape(leaf), rules))
+        return leaf if there else put(leaf, weight_sharding(mesh, path, np.shape(leaf), rules))
 
-    params = jax.tree_util.tree_map_with_path(put, drafter.params)
+    params = jax.tree_util.tree_map_with_path(lay, drafter.params)
     functions = (drafter.init, drafter.observe, drafter.draft)
     init, observe, draft = functions if before else (bind(_within, layout, fn) for fn in functions)
     return drafter._replace(params=params, init=init, observe=observe, draft=draft)

@@ -75,12 +75,12 @@ def main():
     evaluate(directory)
     found = work(directory)
     from specjax.models.load import load
-    from specjax.train import data, sources
+    from specjax.train import data, mesh, sources
 
-    target = load(directory / "m.gguf")
+    target = load(directory / "m.gguf", mesh=mesh.make_mesh(2, 2))
     corpus = data.write_corpus(
         target, directory / "corpus", tokens=240, source=sources.SelfSynthesis(turn_tokens=4, answer_tokens=12),
-        batch=3, slots=32, shard_size=4, steps=4, progress=False,
+        batch=4, slots=32, shard_size=4, steps=4, progress=False,
     )  # fmt: skip
     found["shards"] = corpus.shards
     print(jax.process_count(), "processes", flush=True)

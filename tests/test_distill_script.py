@@ -4,12 +4,16 @@ import importlib
 import json
 import sys
 
+import jax
 import numpy as np
 import pytest
 
 import specjax
+from specjax import sharding
 from specjax.models import save
-from specjax.train import texts
+from specjax.train import generate, initial, texts, trainer
+from specjax.train import mesh as meshes
+from specjax.train.settings import Settings
 from tests import scripts
 from tests.scripts import ROOT, TINY
 
@@ -36,7 +40,6 @@ def script():
         ("--student medusa --out x --target-head", "needs --student eagle3"),
         ("--student medusa --out x --on-policy 2", "needs --student draft-lm"),
         ("--student tables --out x --depth 2", "needs a head"),
-        ("--student tables --out x --mesh 8,1", "tables are not trained"),
         ("--student eagle3 --out x --mesh 8", "two numbers"),
         ("--student eagle3 --out x --text nowhere.txt", "no file nowhere.txt"),
         ("--student eagle3 --out README.md", "is a file"),
@@ -136,6 +139,7 @@ def test_a_dry_run_of_every_student_writes_nothing(script, text, tmp_path, monke
         ("--student eagle3 --draft-vocab 9999", "--draft-vocab 9999: .* tokens; 0 is all"),
         ("--student mtp --mesh 64,2", "needs 128 devices"),
         ("--student mtp --mesh 8,1 --batch 4", "--batch 4 must be a multiple of --accumulate 1 times 8"),
+        ("--student tables --mesh 8,1 --rows 12", "--rows 12 must be a multiple of 8, the devices that --mesh 8,1"),
         ("--student mtp --max-new-tokens 9999999", "--max-new-tokens 9999999: .* at most"),
         ("--student tables --slots 9999999", "--slots 9999999: .* at most"),
     ],
@@ -144,6 +148,28 @@ def test_what_cannot_work_is_refused_before_text_is_written(script, text, tmp_pa
     with pytest.raises(SystemExit, match=words):
         run(script, monkeypatch, small(text, tmp_path / "run") + options)
     assert not (tmp_path / "run").exists()
+
+
+def test_the_memory_of_a_device_is_that_of_what_lies_there(script):
+    """Of the target, of the cache of the text, and of what is trained with the optimiser's slots, by their shards."""
+    plan, mesh = importlib.import_module("distill_plan"), sharding.make_mesh(2, 2)
+    lm = specjax.load(TINY, mesh=mesh)
+    line = "--student mtp --out x --rows 8 --slots 24 --batch 4 --width 32"
+    args = script.parse(line.split())
+
+    def here(tree):
+        first = mesh.devices.flat[0]
+        shards = [s for leaf in jax.tree.leaves(tree) for s in leaf.addressable_shards if s.device == first]
+        return sum(shard.data.nbytes for shard in shards)
+
+    assert plan.held(lm.params) == here(lm.params) < 0.6 * sum(leaf.nbytes for leaf in jax.tree.leaves(lm.params))
+    cache = lm.model.init_cache(8, 24)
+    assert plan.writing(args, lm, mesh) == here((cache.k, cache.v)) + 3 * 4 * 8 // 2 * 320 // 2
+    head = initial.params_for(initial.config_for("mtp", lm), lm)
+    trained = trainer.start(meshes.placed(mesh, head), Settings(steps=2))
+    kept = here(trained.trained) + here(trained.slots)
+    shapes = jax.eval_shape(lambda: plan.sketch(args, lm))
+    assert plan.learning(args, lm, mesh, shapes) == pytest.approx(4 / 3 * kept + 5 * 4 * 4 * 32 * 320 // 4, rel=1e-3)
 
 
 def test_weights_in_int8_are_refused_where_a_student_starts_from_them(script, text, tmp_path, monkeypatch):
@@ -165,7 +191,11 @@ def test_a_directory_keeps_to_one_student(script, text, tmp_path, monkeypatch):
 @pytest.mark.full
 @pytest.mark.parametrize("student", ["eagle3", "medusa", "mtp", "dflash", "draft-lm"])
 def test_every_student_goes_from_text_to_decoding(script, text, tmp_path, monkeypatch, capsys, student):
+    """Medusa on a mesh, whose devices hold half of the target while text is written, and with them afterwards."""
     line = small(text, tmp_path / "run") + f"--student {student} --steps 3 --batch 2 --width 16 --num-draft-tokens 2"
+    line += " --mesh 2,2" if student == "medusa" else ""
+    written, converse = [], generate.converse
+    monkeypatch.setattr(generate, "converse", lambda lm, *rest, **how: written.append(lm) or converse(lm, *rest, **how))
     line += {"eagle3": " --draft-vocab 40 --target-head", "dflash": " --draft-vocab 40", "draft-lm": " --layers 1"}.get(
         student, ""
     )
@@ -174,6 +204,8 @@ def test_every_student_goes_from_text_to_decoding(script, text, tmp_path, monkey
     assert "3 steps of 2 x 16" in printed and "tau, macro" in printed
     metrics = (tmp_path / "run" / "training" / "metrics.jsonl").read_text().splitlines()
     assert sum('"loss"' in row for row in metrics) == 3
+    qkv, shape = written[0].params["layers"][0]["qkv"], (64, 128 // (2 if student == "medusa" else 1))
+    assert {shard.data.shape for shard in qkv.addressable_shards} == {shape}
     drafter = specjax.load_drafter(tmp_path / "run", specjax.load(TINY))
     prompt = [5, 6, 7, 8]
     plain, drafted = (

@@ -15,6 +15,8 @@ from specjax.train import data, features, generate, packing, sources, tables, te
 from specjax.types import Sampling
 from tests.models import tiny
 from tests.small import logits_of
+from tests.test_sharding import alone as many_tokens
+from tests.test_sharding import collectives
 
 SLOTS = 32
 TEMPLATE = "<|user|>a{% for m in messages %}{{ m.content }}<|stop|>{% endfor %}bc"
@@ -71,12 +73,40 @@ def test_greedy_answers_are_those_of_generate(target, answered):
     assert {len(text.tokens) for text in found} != {max(len(text.tokens) for text in found)}
 
 
-def test_a_target_on_a_mesh_is_refused(target, tmp_path):
-    placed = target._replace(model=sharding.on_mesh(sharding.make_mesh(2, 2), target.model))
-    for call in (lambda: write(placed, tmp_path / "c"), lambda: generate.converse(placed, [])):
-        with pytest.raises(ValueError, match="target lies on a mesh, and text is written on one device: load"):
-            call()
-    assert not (tmp_path / "c").exists()
+def test_a_target_on_a_mesh_writes_the_same_in_parts(target, corpus, tmp_path, monkeypatch):
+    """No device holds the whole target; rows and key heads of the cache, and the rows of all else, are shared out. What
+    is refused names the mesh."""
+    mesh, seen, run = sharding.make_mesh(2, 2), [], generate._run
+
+    def look(state):
+        arrays = state.cache.k[0], state.top_ids, state.rows.text
+        seen.append([{shard.data.shape for shard in array.addressable_shards} for array in arrays])
+        return state
+
+    def spy(model, steps, params, key, template, state):
+        return look(run(model, steps, params, key, template, look(state)))
+
+    monkeypatch.setattr(generate, "_run", spy)
+    placed = sharding.place(mesh, target)
+    total = sum(leaf.nbytes for leaf in jax.tree.leaves(placed.params))
+    for device in mesh.devices.flat:
+        shards = [s for leaf in jax.tree.leaves(placed.params) for s in leaf.addressable_shards if s.device == device]
+        assert sum(shard.data.nbytes for shard in shards) < 0.6 * total
+    assert contents(write(placed, tmp_path / "c", batch=4)) == contents(corpus)
+    assert all(found == [{(2, 1, SLOTS, 8)}, {(2, SLOTS, generate.TOP)}, {(2, SLOTS)}] for found in seen)
+    with pytest.raises(ValueError, match="a batch of 3 rows cannot be shared out over data=2: give a multiple of 2"):
+        write(placed, tmp_path / "d")
+
+
+@pytest.mark.full
+def test_no_law_is_gathered_where_text_is_written_on_a_mesh():
+    lm = sharding.place(sharding.make_mesh(2, 4), many_tokens())
+    template = generate.Template(jnp.array([3, 4]), jnp.array([7]), jnp.int32(20))
+    state = generate._begin(lm.model, 8, 64, lm.params, jnp.array([1, 2]))
+    run = generate._run.lower(lm.model, 8, lm.params, jax.random.key(0), template, state).compile()
+    found = collectives(run.as_text())
+    # What shards of the vocabulary would put together for one row of each of the four texts of a device.
+    assert found and all(size < 4 * lm.model.vocab_size for _, size in found)
 
 
 def test_every_prompt_is_answered_once_through_the_chat_template(target, prompts, answered):
@@ -323,6 +353,10 @@ def test_cached_features_are_those_of_each_text_alone_and_a_stopped_run_goes_on(
         positions = jnp.arange(SLOTS, dtype=jnp.int32)[None]
         out = target.model.apply(target.params, jnp.asarray(alone), positions, None, None, feature_layers=(1, 3))
         np.testing.assert_allclose(found[places], out.features[0, : len(places)], rtol=0.01, atol=0.01)
+    placed = sharding.place(sharding.make_mesh(2, 2), target)
+    ours = features.cache_features(placed, packed, (1, 3), tmp_path / "mesh", batch=2, progress=False)
+    rows = np.arange(len(packed.tokens))
+    np.testing.assert_allclose(*(np.asarray(some.of(rows), np.float32) for some in (ours, kept)), rtol=0.01, atol=0.01)
     with pytest.raises(ValueError, match=r"layers \[1, 3\] there, \[2\] now"):
         features.cache_features(target, packed, (2,), tmp_path, progress=False)
 

@@ -181,7 +181,7 @@ def distil(model, params, given, batch, key):
 
 @pytest.mark.parametrize("shape", [(2, 4), *(pytest.param(s, marks=pytest.mark.full) for s in ((8, 1), (1, 8)))])
 def test_a_target_shared_out_over_devices_says_the_same(shape):
-    """Its large matrices lie in parts, where `place_target` has put them, and no part moves."""
+    """Its large matrices lie in parts, where `place_target` has put them, and no part moves. So do those of a head."""
     model, params = from_nnx(llama.Llama(TINY))
     settings, head = Settings(steps=2, log_every=2), {"head": np.zeros((16, 48), np.float32)}
     mesh, loss, model_parts = meshes.make_mesh(*shape), bind(distil, model), shape[1]
@@ -195,6 +195,7 @@ def test_a_target_shared_out_over_devices_says_the_same(shape):
     alone = trainer.fit(loss, head, batches, settings, given=params, progress=False)
     shared = trainer.fit(loss, head, batches, settings, given=placed, progress=False, mesh=mesh)
     np.testing.assert_allclose(shared.history["loss"], alone.history["loss"], rtol=1e-5)
+    assert {s.data.shape for s in shared.params["head"].addressable_shards} == {(16, 48 // model_parts)}
     np.testing.assert_allclose(shared.params["head"], alone.params["head"], atol=1e-5)
 
 

@@ -2,8 +2,8 @@
 
 A directory holds ``manifest.json`` and ``shard-00000.npz``, ... Shard i holds conversations i * n to (i + 1) * n - 1
 end to end and appears whole or not at all, always the next one. What a conversation says depends on the settings in the
-manifest and its number alone, so a run that was stopped and continued gives what one run would have given. Of n
-processes each writes every n-th shard into the one directory; then there may be up to n - 1 shards more than asked for.
+manifest and its number alone, so a run that was stopped and continued gives what one run would have given. Several
+processes with a target on a mesh of all their devices write it together, and the first of them the files.
 
     tokens       [P] conversations end to end
     lengths, starts, temperatures   [n] of each: tokens, first token of the answer, temperature of the answer
@@ -92,7 +92,7 @@ def write_corpus(
     """Writes text of the target with its laws, or goes on writing.
 
     Args:
-      target: the language model.
+      target: the language model, on a mesh or not.
       directory: for the shards; a new one, or one with shards of the same settings, after which it goes on.
       tokens: how many are wanted, without the opening; whole shards are written until there are as many, or the source
         has ended.
@@ -110,7 +110,6 @@ def write_corpus(
         `specjax.train.sources.ready` and `specjax.train.generate.converse` refuse.
     """
     target, directory = checked("target", target), pathlib.Path(directory)
-    generate.refuse_mesh(target)
     tokens, shard_size = whole("tokens", tokens, 1), whole("shard_size", shard_size, 1)
     seed = whole("seed", seed, 0)
     plan = sources.ready(sources.SelfSynthesis() if source is None else source, target, seed, slots)
@@ -129,16 +128,15 @@ def write_corpus(
     directory.mkdir(parents=True, exist_ok=True)
     _note(corpus, have)
     last = (1 << 32) // shard_size if last is None else last
-    own = range(corpus.shards + jax.process_index(), last, jax.process_count())
 
     def numbers() -> Iterator[range]:
-        return (_numbers(index, shard_size, plan.count) for index in own)
+        return (_numbers(index, shard_size, plan.count) for index in range(corpus.shards, last))
 
     running = generate.converse(
         target, (plan.make(number) for shard in numbers() for number in shard), opening=plan.opening,
         middle=plan.middle, answer=plan.answer, seed=seed, batch=batch, slots=slots, steps=steps,
     )  # fmt: skip
-    with progress_bar(progress, have, tokens, "tok") as bar:
+    with progress_bar(progress and processes.first(), have, tokens, "tok") as bar:
         shards = _full(running, numbers(), bar, corpus.opening)
         return _collect(corpus, shards, have, tokens, last)
 
@@ -162,20 +160,17 @@ def _full(
 
 
 def _collect(corpus: Corpus, shards: Iterator[list[Conversation]], have: int, goal: int, last: int) -> Corpus:
-    """Writes shards until there is enough: one in each process, then all look how much there is."""
-    opening = corpus.opening
+    """Writes shards until there is enough."""
     while have < goal and corpus.shards < last:
-        index, tokens = corpus.shards + jax.process_index(), 0
-        if index < last:
-            texts = next(shards)
-            write_shard(_path(corpus.directory, index), texts, corpus.vocab_size)
-            tokens = sum(len(text.tokens) - opening for text in texts)
-        have += sum(processes.each(tokens))
-        corpus = corpus._replace(shards=min(corpus.shards + jax.process_count(), last))
+        texts = next(shards)
+        if processes.first():
+            write_shard(_path(corpus.directory, corpus.shards), texts, corpus.vocab_size)
+        have += sum(len(text.tokens) - corpus.opening for text in texts)
+        corpus = corpus._replace(shards=corpus.shards + 1)
         _note(corpus, have)
     processes.wait("corpus")
     if _shards(corpus.directory) < corpus.shards:
-        raise ValueError(f"{corpus.directory} lacks shards that other processes wrote: give a directory that all share")
+        raise ValueError(f"{corpus.directory} lacks shards that the first process wrote: give one that all share")
     return corpus
 
 

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from specjax import sharding
 from specjax.generate import generate
 from specjax.models import int8, llama
 from specjax.models.config import LlamaConfig
@@ -50,7 +51,7 @@ def prune(target: LanguageModel, layers: int | Sequence[int]) -> LanguageModel:
       layers: which ones, from 0, or how many, see `spread`.
 
     Returns:
-      A model with unrolled layers whose weights are the target's arrays.
+      A model with unrolled layers whose weights are the target's arrays, on a mesh where the target is on one.
 
     Raises:
       ValueError: layers that the target does not have, or twice the same, or none; a target of another family.
@@ -69,14 +70,16 @@ def prune(target: LanguageModel, layers: int | Sequence[int]) -> LanguageModel:
         chosen = [every[layer] for layer in kept]
     params = {**target.params, "layers": dict(enumerate(chosen))}
     config = dataclasses.replace(config, num_layers=len(kept))
-    return target._replace(model=llama.model(config, dtype=params["embedding"].dtype), params=params, config=config)
+    model, layout = llama.model(config, dtype=params["embedding"].dtype), target.model.layout
+    model = model if layout is None else sharding.on_mesh(layout.mesh, model, layout.rules)
+    return target._replace(model=model, params=params, config=config)
 
 
 def fresh(
     target: LanguageModel, *, hidden_size: int, num_layers: int, tie_embeddings: bool = True, seed: int = 0,
     **settings: Any,
 ) -> LanguageModel:  # fmt: skip
-    """A random model with the target's vocabulary, tokenizer and context.
+    """A random model with the target's vocabulary, tokenizer and context, on a mesh where the target is on one.
 
     Args:
       target: a Llama-family model.
@@ -103,7 +106,8 @@ def fresh(
         config, hidden_size=hidden_size, num_layers=num_layers, tie_embeddings=tie_embeddings, **sizes
     )
     model, params = from_nnx(llama.Llama(config, rngs=nnx.Rngs(seed)))
-    return target._replace(model=model, params=params, config=config)
+    made, layout = target._replace(model=model, params=params, config=config), target.model.layout
+    return made if layout is None else sharding.place(layout.mesh, made, layout.rules)
 
 
 def _config_of(target: LanguageModel) -> LlamaConfig:

@@ -136,7 +136,8 @@ def evaluate(
       prompts: see `read_prompts`; `Prompt`s made by hand will do.
       max_new_tokens: per prompt.
       temperatures: one evaluation each.
-      batch: prompts at a time when nothing is timed. A drafter with shared pools may propose less alone.
+      batch: prompts at a time when nothing is timed, on a mesh rounded up to a multiple of its ``data``. A drafter with
+        shared pools may propose less alone.
       chat: apply the chat template to prompts that are strings; None: if there is one.
       compare: also decode without the drafter and count equal texts, where they must be (greedy, or rule "match").
       repeats: how often every prompt is timed, plain and speculative by turns, one at a time, prefill included, after a
@@ -155,6 +156,8 @@ def evaluate(
         whole(name, value, least)
     if not prompts or not all(isinstance(prompt, Prompt) for prompt in prompts):
         raise ValueError(f"prompts={show(prompts)}: give Prompts, at least one; read_prompts reads them")
+    layout = target.model.layout
+    batch += -batch % (1 if layout is None or not layout.rules.batch else layout.mesh.shape[layout.rules.batch])
     texts = [encode(target, prompt, chat) for prompt in prompts]
     seeds = [seed + number for number in range(len(texts))]
     rows = []

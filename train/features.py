@@ -1,7 +1,8 @@
 """The target's hidden states of all rows, computed once and kept on disk: for training over the same rows many times.
 
 A directory holds ``features.json`` and ``features.bin``: the bits of bfloat16 [N, T, F], row by row, in a file that is
-mapped into memory and so may be larger than it. A run that was stopped goes on at the first row that is missing.
+mapped into memory and so may be larger than it. A run that was stopped goes on at the first row that is missing. Of
+several processes all compute, and the first writes.
 """
 
 import functools
@@ -14,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from specjax import processes
 from specjax.models.language_model import LanguageModel, checked
 from specjax.static import show, whole
 from specjax.train import data, heads
@@ -43,7 +45,7 @@ def cache_features(
     """Computes features, or what is missing of them.
 
     Args:
-      target: a language model that can read without a cache.
+      target: a language model that can read without a cache, on a mesh or not.
       packed: the rows.
       layers: which hidden states, see `specjax.types.Model`; a head's are `specjax.train.heads.feature_layers`.
       directory: where they go; may hold those of an earlier call with the same arguments.
@@ -64,22 +66,32 @@ def cache_features(
         "shape": [count, width, size],
     }  # fmt: skip
     done = _done(directory, facts)
+    processes.wait("the features were looked at")  # all have seen the same
     path = directory / BITS
     if done == 0:
         data.check_room(directory, f"features of {count:,} rows of {width}", 2 * count * width * size)
+    kept = None
+    if processes.first():
         directory.mkdir(parents=True, exist_ok=True)
-    kept = np.memmap(path, np.uint16, "w+" if done == 0 else "r+", shape=(count, width, size))
-    with data.progress_bar(progress, done, count, "row") as bar:
+        kept = np.memmap(path, np.uint16, "w+" if done == 0 else "r+", shape=(count, width, size))
+    with data.progress_bar(progress and kept is not None, done, count, "row") as bar:
         for begin in range(done, count, batch):
             rows = np.arange(begin, min(begin + batch, count))
-            full = np.pad(rows, (0, batch - len(rows)), mode="edge")
-            tokens, documents = jnp.asarray(packed.tokens[full].astype(np.int32)), jnp.asarray(packed.documents[full])
-            kept[rows] = np.asarray(_read(target.model, layers, target.params, tokens, documents))[: len(rows)]
+            found = _rows(target, packed, layers, np.pad(rows, (0, batch - len(rows)), mode="edge"))
+            if kept is not None:
+                kept[rows] = found[: len(rows)]
+                if begin % (64 * batch) == 0 or rows[-1] == count - 1:
+                    kept.flush()
+                    data.write_json(directory / FACTS, facts | {"done": int(rows[-1]) + 1})
             bar.update(len(rows))
-            if begin % (64 * batch) == 0 or rows[-1] == count - 1:
-                kept.flush()
-                data.write_json(directory / FACTS, facts | {"done": int(rows[-1]) + 1})
+    processes.wait("features")
     return Features(directory, np.memmap(path, np.uint16, "r", shape=(count, width, size)), layers)
+
+
+def _rows(target: LanguageModel, packed: Packed, layers: tuple[int, ...], rows: np.ndarray) -> np.ndarray:
+    """[len(rows), T, F] uint16."""
+    tokens, documents = jnp.asarray(packed.tokens[rows].astype(np.int32)), jnp.asarray(packed.documents[rows])
+    return processes.fetch(_read(target.model, layers, target.params, tokens, documents))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))

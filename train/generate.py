@@ -6,6 +6,9 @@ its own softmax whatever the temperature. What a conversation says depends on (s
 rounding of the target's matrix products: not on its slot, nor on how many slots there are.
 
 What all conversations begin with, the opening of the chat template, is read once: it stays in the cache of every slot.
+
+On a mesh the slots are shared out over "data", what the target makes of them as in decoding; of several processes each
+runs the whole of this with the same arguments, and gets every conversation.
 """
 
 import functools
@@ -17,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from specjax import processes, rows, sharding
 from specjax.models.language_model import LanguageModel
 from specjax.noise import inverse_cdf, top_k
 from specjax.static import whole
@@ -91,34 +95,24 @@ def converse(
     """Writes conversations, in the order in which they end.
 
     Args:
-      target: a language model; its ``eos_ids`` end turns.
+      target: a language model, on a mesh or not; its ``eos_ids`` end turns.
       plans: what to write; as many are read ahead as there are free slots.
       opening: token ids with which every plan begins, fewer than its tokens.
       middle: token ids from the end of a user's turn to the answer, for plans with a turn.
       answer: longest answer, in tokens.
       seed: of all noise.
-      batch: slots.
+      batch: slots; a multiple of the mesh's ``data``.
       slots: longest conversation; places in the cache of a slot.
       steps: tokens per slot between two looks from Python.
 
     Raises:
-      ValueError: a target on a mesh; a plan that does not fit; logits that are not finite.
+      ValueError: slots that the mesh cannot share out; a plan that does not fit; logits that are not finite.
     """
-    refuse_mesh(target)
     batch, slots, steps = whole("batch", batch, 1), whole("slots", slots, 2), whole("steps", steps, 1)
     limit = target.model.context_length
     if limit is not None and slots > limit:
         raise ValueError(f"slots={slots}: the target was made for {limit} positions")
     return _converse(target, iter(plans), tuple(opening), tuple(middle), answer, seed, batch, slots, steps)
-
-
-def refuse_mesh(target: LanguageModel) -> None:
-    """Text is written on one device: by several processes each with a target of its own."""
-    if target.model.layout is not None:
-        raise ValueError(
-            "target lies on a mesh, and text is written on one device: load it without a mesh; of several processes "
-            "each writes its share"
-        )
 
 
 def _converse(target, plans, opening, middle, answer, seed, batch, slots, steps):
@@ -140,7 +134,7 @@ def _converse(target, plans, opening, middle, answer, seed, batch, slots, steps)
             _check(plan, opening, middle, slots)
             new[row] = held[row] = plan
         if new:
-            state = _refill(state, *_fresh(new, batch, slots, len(opening)))
+            state = _refill(model, state, *_fresh(new, batch, slots, len(opening)))
         if all(plan is None for plan in held):
             return
         state = _run(model, steps, params, key, template, state)
@@ -196,16 +190,23 @@ def _begin(model, batch: int, slots: int, params, opening: Array) -> State:
         probs = probs.at[:, :size].set(jnp.broadcast_to(shares[None], (batch, size, TOP)))
         finite = jnp.all(jnp.isfinite(total))
     idle = _fresh({}, batch, slots, size)[0]
-    return State(idle, cache._replace(lengths=jnp.zeros(batch, jnp.int32)), ids, probs, finite)
+    return _settled(model, State(idle, cache._replace(lengths=jnp.zeros(batch, jnp.int32)), ids, probs, finite))
 
 
-@functools.partial(jax.jit, donate_argnums=0)
-def _refill(state: State, fresh: Rows, mask: Array, opening: int) -> State:
+def _settled(model, state: State) -> State:
+    """The state, told where it lies: as it did before, whatever the compiler would choose."""
+    layout = model.layout
+    return state if layout is None else sharding.by_rows(layout, state, state.rows.known.shape[0])
+
+
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
+def _refill(model, state: State, fresh: Rows, mask: Array, opening: int) -> State:
     def put(new, old):
         return jnp.where(mask.reshape(-1, *[1] * (old.ndim - 1)), new, old)
 
     lengths = jnp.where(mask, jnp.asarray(opening, jnp.int32), state.cache.lengths)
-    return state._replace(rows=jax.tree.map(put, fresh, state.rows), cache=state.cache._replace(lengths=lengths))
+    cache = state.cache._replace(lengths=lengths)
+    return _settled(model, state._replace(rows=jax.tree.map(put, fresh, state.rows), cache=cache))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=5)
@@ -223,23 +224,23 @@ def _run(model, steps: int, params, key: Array, template: Template, state: State
 
 def _step(model, params, key: Array, template: Template, state: State) -> State:
     """One token into every slot."""
-    rows, cache = state.rows, state.cache
-    batch, slots = rows.text.shape
-    row, at = jnp.arange(batch), jnp.minimum(cache.lengths, slots - 1)
-    running = cache.lengths < rows.limit
-    out = model.apply(params, rows.text[row, at][:, None], at[:, None], None, cache)
+    now, cache = state.rows, state.cache
+    slots = now.text.shape[1]
+    at = jnp.minimum(cache.lengths, slots - 1)
+    running = cache.lengths < now.limit
+    out = model.apply(params, rows.take(now.text, at)[:, None], at[:, None], None, cache)
     logits = out.logits[:, 0]
     top, ids, total = _law(logits)
     here = jnp.where(running, at, slots)  # a row that has ended keeps what it has
     state = state._replace(
-        top_ids=state.top_ids.at[row, here].set(ids, mode="drop"),
-        top_probs=state.top_probs.at[row, here].set(jnp.exp(top - total).astype(jnp.float16), mode="drop"),
+        top_ids=rows.put(state.top_ids, ids, here),
+        top_probs=rows.put(state.top_probs, jnp.exp(top - total).astype(jnp.float16), here),
         finite=state.finite & jnp.all(jnp.where(running[:, None], jnp.isfinite(total), True)),
         cache=out.cache._replace(lengths=jnp.where(running, at + 1, cache.lengths)),
     )
-    drawing = running & (at + 1 >= rows.known) & (at + 1 < rows.limit)
-    token = _draw(key, rows, logits, top[:, :1], ids[:, 0], template.ends, at + 1, drawing)
-    return state._replace(rows=_write(rows, template, token, at + 1, drawing))
+    drawing = running & (at + 1 >= now.known) & (at + 1 < now.limit)
+    token = _draw(key, now, logits, top[:, :1], ids[:, 0], template.ends, at + 1, drawing)
+    return _settled(model, state._replace(rows=_write(now, template, token, at + 1, drawing)))
 
 
 def _law(logits: Array) -> tuple[Array, Array, Array]:
@@ -253,17 +254,17 @@ def _law(logits: Array) -> tuple[Array, Array, Array]:
     return top, ids, total
 
 
-def _draw(key, rows: Rows, logits, best, greedy, ends, at, drawing) -> Array:
+def _draw(key, now: Rows, logits, best, greedy, ends, at, drawing) -> Array:
     """The next token [B] at places ``at``: the user's turn under its own temperature and top_p, the answer under its
     temperature. The nucleus needs no sort: a draw is repeated until what is likelier than it has less than top_p."""
-    in_turn = at < rows.start
-    temperature = jnp.where(in_turn, rows.turn_temperature, rows.temperature)
-    top_p = jnp.where(in_turn, rows.top_p, 1.0)
+    in_turn = at < now.start
+    temperature = jnp.where(in_turn, now.turn_temperature, now.temperature)
+    top_p = jnp.where(in_turn, now.top_p, 1.0)
     sampled = drawing & (temperature > 0)
     weights = jnp.exp((logits - best) / jnp.where(temperature > 0, temperature, 1.0)[:, None])
-    silent = jnp.where((at == rows.turn_start)[:, None] & (ends >= 0)[None], ends[None], logits.shape[-1])
-    weights = weights.at[jnp.arange(len(at))[:, None], silent].set(0.0, mode="drop")  # the user says something
-    keys = jax.vmap(lambda number, place: jax.random.fold_in(jax.random.fold_in(key, number), place))(rows.number, at)
+    silent = jnp.where((at == now.turn_start)[:, None] & (ends >= 0)[None], ends[None], logits.shape[-1])
+    weights = rows.put(weights, jnp.zeros(silent.shape), silent)  # the user says something
+    keys = jax.vmap(lambda number, place: jax.random.fold_in(jax.random.fold_in(key, number), place))(now.number, at)
 
     def again(carry):
         i, pending, _ = carry
@@ -291,32 +292,31 @@ def _inside(weights: Array, token: Array, top_p: Array) -> Array:
     return free | lax.cond(jnp.all(free), lambda _: free, look, None)
 
 
-def _write(rows: Rows, template: Template, token: Array, at: Array, drawing: Array) -> Rows:
+def _write(now: Rows, template: Template, token: Array, at: Array, drawing: Array) -> Rows:
     """Tokens at places ``at``; where a user's turn ends, the middle of the template instead, and the answer begins."""
-    batch, slots = rows.text.shape
-    row, size = jnp.arange(batch), template.middle.shape[0]
+    slots, size = now.text.shape[1], template.middle.shape[0]
     end = jnp.any(token[:, None] == template.ends[None], axis=1)
-    in_turn = drawing & (at < rows.start)
-    turning = in_turn & (end | (at >= rows.turn_end))
-    text = rows.text.at[row, jnp.where(drawing, at, slots)].set(token, mode="drop")
+    in_turn = drawing & (at < now.start)
+    turning = in_turn & (end | (at >= now.turn_end))
+    text = rows.put(now.text, token, jnp.where(drawing, at, slots))
     if size:
         places = jnp.where(turning[:, None], at[:, None] + jnp.arange(size, dtype=jnp.int32)[None], slots)
-        text = text.at[row[:, None], places].set(jnp.broadcast_to(template.middle[None], places.shape), mode="drop")
-    start = jnp.where(turning, at + size, rows.start)
-    limit = jnp.where(turning, jnp.minimum(rows.limit, start + template.answer), rows.limit)
+        text = rows.put(text, jnp.broadcast_to(template.middle[None], places.shape), places)
+    start = jnp.where(turning, at + size, now.start)
+    limit = jnp.where(turning, jnp.minimum(now.limit, start + template.answer), now.limit)
     limit = jnp.where(drawing & ~in_turn & end, at + 1, limit)  # the end itself is read too
-    known = jnp.where(turning, at + size, jnp.where(drawing, at + 1, rows.known))
-    return rows._replace(text=text, start=start, limit=limit, known=known)
+    known = jnp.where(turning, at + size, jnp.where(drawing, at + 1, now.known))
+    return now._replace(text=text, start=start, limit=limit, known=known)
 
 
 def _harvest(state: State, held: list[Plan | None]) -> Iterator[Conversation]:
-    lengths, limits, finite = jax.device_get((state.cache.lengths, state.rows.limit, state.finite))
+    lengths, limits, finite = processes.fetch((state.cache.lengths, state.rows.limit, state.finite))
     if not finite:
         raise ValueError("the target gave logits that are not finite: its weights are damaged, or its type too narrow")
     ended = [row for row, plan in enumerate(held) if plan is not None and lengths[row] >= limits[row]]
     if not ended:
         return
-    text, start, ids, probs = jax.device_get((state.rows.text, state.rows.start, state.top_ids, state.top_probs))
+    text, start, ids, probs = processes.fetch((state.rows.text, state.rows.start, state.top_ids, state.top_probs))
     for row in ended:
         plan, size = held[row], lengths[row]
         assert plan is not None

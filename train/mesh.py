@@ -6,10 +6,11 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from specjax.sharding import AXES, check, make_mesh, put, spread
+from specjax.sharding import AXES, check, make_mesh, put, spread, weight_sharding
 from specjax.sharding import place_params as place_target
+from specjax.types import PyTree
 
-__all__ = ["AXES", "check", "make_mesh", "place_target", "share", "spread"]
+__all__ = ["AXES", "check", "constrained", "make_mesh", "place_target", "placed", "share", "spread"]
 
 
 def share(mesh: Mesh | None, batch: Any, parts: int = 1) -> Any:
@@ -34,3 +35,19 @@ def share(mesh: Mesh | None, batch: Any, parts: int = 1) -> Any:
         return batch
     rows = NamedSharding(mesh, PartitionSpec("data"))
     return jax.tree.map(lambda leaf: put(leaf, rows), batch)
+
+
+def placed(mesh: Mesh | None, tree: PyTree) -> PyTree:
+    """What is trained, and the optimiser's slots, by the table of weights: matrices in parts, all else everywhere."""
+    return tree if mesh is None else place_target(mesh, tree)
+
+
+def constrained(mesh: Mesh | None, tree: PyTree) -> PyTree:
+    """`placed`, inside a program."""
+    if mesh is None:
+        return tree
+
+    def told(path, leaf):
+        return jax.lax.with_sharding_constraint(leaf, weight_sharding(mesh, path, leaf.shape))
+
+    return jax.tree_util.tree_map_with_path(told, tree)

@@ -124,7 +124,7 @@ def update(
     names = tuple(sorted(sums))
     row = Row(names, jnp.stack([jnp.stack([jnp.float32(part) for part in sums[name]]) for name in names]))
     after = Training(training.step + 1, trained, training.frozen, slots, ema)
-    return jax.tree.map(functools.partial(_constrained, mesh, PartitionSpec()), (after, row))
+    return meshes.constrained(mesh, (after, row))
 
 
 def _summed(
@@ -188,16 +188,18 @@ def fit(
         [rows, ...].
       settings: see `specjax.train.settings.Settings`.
       given: what the loss needs besides, e.g. the target's params. On a mesh it stays where the caller has put it
-        (`specjax.train.mesh.place_target`); what is not on the mesh is copied to every device.
+        (`specjax.load(.., mesh=)`); what is not on the mesh is copied to every device.
       frozen: top-level names of params that stay as they are and have no slots in the optimiser.
       directory: of checkpoints and ``metrics.jsonl``; None keeps nothing.
       identity: what makes this run what it is besides settings and weights: ``{"target": fingerprint, "student":
         repr(config), "data": ..}``. A run with another one is not resumed.
-      mesh: axes "data" and "model", see `specjax.train.mesh.make_mesh`.
+      mesh: axes "data" and "model", see `specjax.train.mesh.make_mesh`. Weights that are trained, their gradients and
+        the optimiser's slots lie in parts by the table of `specjax.sharding`, as the target's do.
       rewrite: ``(step, batch, params) -> batch`` with the weights as they are at that step, for text that a student
         writes itself; a run that is resumed exactly needs the same batch for the same three.
       evaluate: ``(step, params) -> anything JSON can say``, called before the first step, every ``eval_every`` steps
-        and after the last, with averaged weights where there are some.
+        and after the last, with averaged weights where there are some. Like ``rewrite`` it is given weights where they
+        lie, on a mesh in parts.
       progress: show a bar (needs tqdm).
       tensorboard: also write event files to ``directory/tensorboard`` (needs tensorboardX).
 
@@ -207,8 +209,8 @@ def fit(
     """
     settings = checked(settings)
     meshes.check(mesh)
-    training = start(params, settings, frozen)
-    training, given = meshes.spread(mesh, training), meshes.spread(mesh, given)
+    training = start(meshes.placed(mesh, params), settings, frozen)
+    training, given = meshes.placed(mesh, training), meshes.spread(mesh, given)
     run = None
     if directory is not None:
         run = Run(directory, _identity(settings, training, identity), settings.keep)
@@ -248,7 +250,7 @@ def _loop(
     while done < settings.steps:
         batch = next(source)
         if rewrite is not None:
-            batch = rewrite(done, batch, processes.local({**training.trained, **training.frozen}))
+            batch = rewrite(done, batch, {**training.trained, **training.frozen})
         batch = meshes.share(mesh, batch, settings.accumulate)
         training, row = update(weak(loss), static, mesh, training, given, batch)
         rows.append(row)
@@ -309,4 +311,4 @@ def _take(rows: list[Row], done: int, monitor: Monitor, run: Run | None) -> None
 def _evaluate(evaluate: Any, step: int, training: Training, monitor: Monitor) -> None:
     best = training.trained if training.ema is None else training.ema
     params = jax.tree.map(jnp.copy, {**best, **training.frozen})  # the next step donates its own
-    monitor.evaluation(step, evaluate(step, processes.local(params)))
+    monitor.evaluation(step, evaluate(step, params))

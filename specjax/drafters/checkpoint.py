@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from specjax import sharding
+from specjax import processes, sharding
 from specjax.drafters import dflash_files, eagle_files, medusa_files, mtp_files, parallel, recycling_files, shipped
 from specjax.drafters.dflash import DFlashConfig, dflash
 from specjax.drafters.dflash import abstract_params as dflash_params
@@ -230,7 +230,8 @@ def save_drafter(
 ) -> None:  # fmt: skip
     """Writes a drafter so that it is read back bit for bit.
 
-    The directory appears whole or not at all: everything is written next to it and renamed at the end.
+    The directory appears whole or not at all: everything is written next to it and renamed at the end. Of several
+    processes all come here, and the first writes.
 
     Args:
       path: the directory to make.
@@ -256,11 +257,14 @@ def save_drafter(
         write = functools.partial(recycling_files.write, config=config, tables=params)
     else:
         write = _writer(config, params, format, target)
-    with directory.whole(path, overwrite) as folder:
-        write(folder)
-        if made_for is not None:
-            facts = {"name": target, "fingerprint": fingerprint(checked("made_for", made_for))}
-            (folder / MADE_FOR).write_text(json.dumps(facts, indent=1), encoding="utf-8")
+    mark = None if made_for is None else fingerprint(checked("made_for", made_for))
+    if processes.first():
+        with directory.whole(path, overwrite) as folder:
+            write(folder)
+            if mark is not None:
+                facts = {"name": target, "fingerprint": mark}
+                (folder / MADE_FOR).write_text(json.dumps(facts, indent=1), encoding="utf-8")
+    processes.wait("drafter")
 
 
 def _writer(config: Any, params: PyTree, format: str, target: str) -> Callable[[pathlib.Path], None]:

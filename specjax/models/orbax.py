@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from specjax import processes
 from specjax.models import directory, huggingface, llama, llama_params, tokenizer
 from specjax.models.config import LlamaConfig, check_ends, for_tokens, from_json
 from specjax.models.language_model import LanguageModel, checked
@@ -42,7 +43,8 @@ T = TypeVar("T")
 def save(path: str | pathlib.Path, lm: LanguageModel, *, overwrite: bool = False) -> None:
     """Writes a loaded model so that `specjax.load` gives it back bit for bit.
 
-    The directory appears whole or not at all: everything is written next to it and renamed at the end.
+    The directory appears whole or not at all: everything is written next to it and renamed at the end. Of several
+    processes all come here, each gets the whole of the weights into host memory, and the first writes.
 
     Raises:
       FileExistsError: if there is something at the path, unless ``overwrite`` and it is a checkpoint or empty.
@@ -50,27 +52,33 @@ def save(path: str | pathlib.Path, lm: LanguageModel, *, overwrite: bool = False
       ValueError: if path is no path or lm no language model, as when the two are swapped; if an id that ends a text is
         outside the vocabulary.
     """
-    with directory.whole(path, overwrite) as folder:
-        lm = checked("lm", lm)
-        if not isinstance(lm.config, LlamaConfig):
-            raise TypeError(f"only models with a LlamaConfig can be saved, not one with {type(lm.config).__name__}")
-        check_ends(lm.eos_ids, lm.config.vocab_size, "lm")
-        text = lm.tokenizer
-        manifest = {
-            "format": _FORMAT,
-            "family": "llama",
-            "config": dataclasses.asdict(lm.config),
-            "eos_ids": list(lm.eos_ids),
-            "chat_template": lm.chat_template,
-            "tokenizer": None if text is None else {"bos_id": text.bos_id, "eos_id": text.eos_id},
-        }
-        stacked = 0 not in lm.params["layers"]
-        params = llama_params.unstack_layers(lm.params) if stacked else lm.params
-        _write(folder / "params", _named(params))
-        manifest |= _facts(folder / "params")
-        if text is not None:
-            (folder / "tokenizer.json").write_text(text.to_json(), encoding="utf-8")
-        (folder / MANIFEST).write_text(json.dumps(manifest, indent=2), encoding="utf-8")
+    params = processes.local(lm.params) if isinstance(lm, LanguageModel) else None
+    if processes.first():
+        with directory.whole(path, overwrite) as folder:
+            _save(folder, checked("lm", lm)._replace(params=params))
+    processes.wait("model")
+
+
+def _save(folder: pathlib.Path, lm: LanguageModel) -> None:
+    if not isinstance(lm.config, LlamaConfig):
+        raise TypeError(f"only models with a LlamaConfig can be saved, not one with {type(lm.config).__name__}")
+    check_ends(lm.eos_ids, lm.config.vocab_size, "lm")
+    text = lm.tokenizer
+    manifest = {
+        "format": _FORMAT,
+        "family": "llama",
+        "config": dataclasses.asdict(lm.config),
+        "eos_ids": list(lm.eos_ids),
+        "chat_template": lm.chat_template,
+        "tokenizer": None if text is None else {"bos_id": text.bos_id, "eos_id": text.eos_id},
+    }
+    stacked = 0 not in lm.params["layers"]
+    params = llama_params.unstack_layers(lm.params) if stacked else lm.params
+    _write(folder / "params", _named(params))
+    manifest |= _facts(folder / "params")
+    if text is not None:
+        (folder / "tokenizer.json").write_text(text.to_json(), encoding="utf-8")
+    (folder / MANIFEST).write_text(json.dumps(manifest, indent=2), encoding="utf-8")
 
 
 def load(
@@ -225,7 +233,8 @@ def _write(folder: pathlib.Path, weights: Mapping[str, Any]) -> None:
     import orbax.checkpoint as ocp
 
     how = {name: ocp.SaveArgs(chunk_byte_size=_CHUNK) for name in weights}
-    with ocp.StandardCheckpointer() as checkpointer:
+    alone = ocp.options.MultiprocessingOptions(active_processes={0} if jax.process_count() > 1 else None)
+    with ocp.StandardCheckpointer(multiprocessing_options=alone) as checkpointer:
         checkpointer.save(folder, weights, save_args=how)
 
 
