@@ -35,7 +35,8 @@ def main() -> None:
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        sys.exit("out of memory: lower --batch or --width, or raise --accumulate (--rows, while text is written)")
+        sys.exit("out of memory: lower --batch or --width (--rows, while text is written), raise --accumulate, or give "
+                 "--mesh more parts of the matrices")
 
 
 def work(args) -> None:

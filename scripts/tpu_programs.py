@@ -70,12 +70,10 @@ def mesh_of(topology: str, data: int) -> Mesh:
     return topologies.make_mesh(described, (data, count // data), sharding.AXES)
 
 
-def placed(mesh: Mesh, tree: Any, axes: Any = None) -> Any:
-    """Shapes on the mesh: weights by `specjax.sharding.WEIGHTS`, or everywhere where ``axes`` is ()."""
+def placed(mesh: Mesh, tree: Any) -> Any:
+    """Shapes on the mesh, by `specjax.sharding.WEIGHTS`."""
     def put(path, x):
-        whole = NamedSharding(mesh, sharding.spec(mesh, (), x.shape)) if axes == () else None
-        own = whole or sharding.weight_sharding(mesh, path, x.shape)
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=own)
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding.weight_sharding(mesh, path, x.shape))
 
     return jax.tree_util.tree_map_with_path(put, tree)
 
@@ -239,7 +237,7 @@ def train_step(mesh: Mesh, config: LlamaConfig, kind: str, *, rows: int, width: 
     split = jax.tree.map(lambda x: jax.ShapeDtypeStruct(
         x.shape, x.dtype, sharding=NamedSharding(mesh, sharding.spec(mesh, ("batch", "window"), x.shape))), batch)
     loss = students.loss_of(student, lm)
-    lowered = trainer.update.lower(loss, settings, mesh, placed(mesh, training, ()), lm.params, split)
+    lowered = trainer.update.lower(loss, settings, mesh, placed(mesh, training), lm.params, split)
     return lowered.compile()
 
 
