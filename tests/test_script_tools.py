@@ -98,3 +98,9 @@ def test_measuring_costs_is_said_once_where_nobody_watches(tools, monkeypatch, c
     assert tools.measured("lm", "drafter", 3) == Adaptive(costs=costs)
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("measuring what rounds cost here, once") and "compiling 4 programs" in line
+
+
+def test_plain_decoding_in_float32_is_no_rival_of_bfloat16_on_an_accelerator(tools, monkeypatch):
+    assert [tools.rival(dtype) for dtype in ("float32", "bfloat16")] == ["bfloat16", "float32"]
+    monkeypatch.setattr(tools.jax, "default_backend", lambda: "tpu")
+    assert [tools.rival(dtype) for dtype in ("float32", "bfloat16")] == ["bfloat16", None]
