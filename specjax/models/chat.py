@@ -97,7 +97,10 @@ def pick(template: Any, source: str) -> str | None:
     """The template of a ``tokenizer_config.json``: a string, or a list of named ones of which "default" is ours."""
     if template is None or isinstance(template, str):
         return template
-    named = {entry["name"]: entry["template"] for entry in template}
+    entries: list[Any] = template if isinstance(template, list) else [None]
+    if not all(isinstance(entry, dict) and {"name", "template"} <= entry.keys() for entry in entries):
+        raise ValueError(f"{source}: chat_template is {show(template)}, neither a text nor a list of named ones")
+    named = {entry["name"]: entry["template"] for entry in entries}
     if "default" not in named:
         raise ValueError(f"{source} has chat templates {sorted(named)} but none called 'default'")
-    return named["default"]
+    return pick(named["default"], source)

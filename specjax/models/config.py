@@ -8,6 +8,7 @@
 """
 
 import dataclasses
+import numbers
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -17,6 +18,23 @@ ROPE_KINDS = ("default", "linear", "llama3", "yarn")
 NORMS = ("before", "after", "both")
 ACTIVATIONS = ("silu", "gelu_tanh")
 QUANTIZATIONS = ("", "int8")
+MOST_LAYERS = 10_000
+_TYPES: dict[Any, tuple[Any, str]] = {  # of a field: what its value must be, in words
+    int: (numbers.Integral, "a whole number"), int | None: ((numbers.Integral, type(None)), "a whole number or None"),
+    float: (numbers.Real, "a number"), bool: (bool, "True or False"), str: (str, "a text"),
+}  # fmt: skip
+
+
+def _is(value: Any, kind: Any) -> bool:
+    return isinstance(value, _TYPES[kind][0]) and isinstance(value, bool) == (kind is bool)
+
+
+def _check_types(settings: Any) -> None:
+    """Refuses numbers, names and truth values of another type, as a damaged file may have them."""
+    for field in dataclasses.fields(settings):
+        value = getattr(settings, field.name)
+        if field.type in _TYPES and not _is(value, field.type):
+            raise ValueError(f"{field.name} must be {_TYPES[field.type][1]}, got {show(value)}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,6 +61,7 @@ class RopeScaling:
     truncate: bool = True  # yarn: the ends of the blend are whole indices
 
     def __post_init__(self):
+        _check_types(self)
         if self.kind not in ROPE_KINDS:
             raise ValueError(f"rope type {self.kind!r} is not supported; supported: {', '.join(ROPE_KINDS)}")
         if self.kind != "default" and not self.factor > 0:
@@ -68,6 +87,9 @@ class Rope:
 
     theta: float = 10000.0
     scaling: RopeScaling = RopeScaling()
+
+    def __post_init__(self):
+        _check_types(self)
 
 
 class LayerKind(NamedTuple):
@@ -120,6 +142,9 @@ class LlamaConfig:
     num_tokens: int = 0  # ids from here on have no token (a padded vocabulary): their logits are -inf; 0: all have one
 
     def __post_init__(self):
+        _check_types(self)
+        if self.num_layers > MOST_LAYERS:
+            raise ValueError(f"num_layers must be {MOST_LAYERS} at most, got {self.num_layers}")
         for name in ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads",
                      "max_position_embeddings", "rms_eps", "rope_theta", "embedding_scale"):
             if not getattr(self, name) > 0:
@@ -146,6 +171,8 @@ class LlamaConfig:
         if self.head_dim < 0:
             raise ValueError(f"head_dim must be positive, got {self.head_dim}")
         object.__setattr__(self, "eos_ids", tuple(self.eos_ids))
+        if not all(_is(end, int) for end in self.eos_ids):
+            raise ValueError(f"eos_ids must be whole numbers, got {show(self.eos_ids)}")
         self._per_layer()
 
     def _per_layer(self):

@@ -121,7 +121,7 @@ def read_json(file: pathlib.Path) -> dict[str, Any]:
     """A JSON object. Raises ValueError naming the file if it is not one."""
     try:
         value = json.loads(read_text(file))
-    except json.JSONDecodeError as error:
+    except (json.JSONDecodeError, RecursionError) as error:
         raise ValueError(f"{file} is not valid JSON: {error}") from error
     if not isinstance(value, dict):
         raise ValueError(f"{file} is not a JSON object")

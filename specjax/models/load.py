@@ -147,13 +147,13 @@ def _load_directory(path: pathlib.Path, how: _How) -> LanguageModel:
 
 def _placed(tensors: TensorSource, config: LlamaConfig, source: str, how: _How) -> tuple[Model, PyTree]:
     """Model and parameters, on a mesh if there is one; a weight lies whole only in host memory, one at a time."""
-    model = llama.model(config, dtype=how.dtype, scan_layers=how.scan_layers)
     if how.mesh is not None:
         refuse(how.mesh, config)
     params = strict_params(
         tensors, config, source=source, dtype=how.dtype, scan_layers=how.scan_layers, put=putting(how.mesh),
         progress=how.progress,
     )  # fmt: skip
+    model = llama.model(config, dtype=how.dtype, scan_layers=how.scan_layers)
     return model if how.mesh is None else on_mesh(how.mesh, model), params
 
 

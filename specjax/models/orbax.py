@@ -210,6 +210,7 @@ def checked_files(folder: pathlib.Path, manifest: Mapping[str, Any]) -> Iterator
     """
     check_sizes(folder, manifest)
     sums = manifest.get("crc32") or {}  # older versions wrote none
+    check_entries(folder.parent, {"crc32": sums}, crc32=dict)
     pool, failed = ThreadPoolExecutor(_THREADS), None
     try:
         found = {name: pool.submit(_crc32, folder / name) for name in manifest["files"] if name in sums}

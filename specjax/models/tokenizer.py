@@ -12,6 +12,7 @@ from typing import Any
 
 from specjax.models import sentencepiece
 from specjax.models.huggingface import read_json, read_text
+from specjax.static import show
 
 # GGUF token types (gguf.TokenType): these two are cut out of the text before anything else looks at it.
 _CONTROL, _USER_DEFINED = 3, 4
@@ -201,9 +202,11 @@ def _special_id(tokenizer: Tokenizer, settings: Mapping[str, Any], name: str, de
     if name not in settings:
         return default
     entry = settings[name]
-    string = entry["content"] if isinstance(entry, dict) else entry
+    string = entry.get("content", entry) if isinstance(entry, dict) else entry
     if string is None:
         return None
+    if not isinstance(string, str):
+        raise ValueError(f"{file}: {name} is {show(entry)}, not the text of a token")
     token = tokenizer.backend.token_to_id(string)
     if token is None:
         raise ValueError(f"{file} names {name} {string!r}, which tokenizer.json does not have")

@@ -78,3 +78,9 @@ def test_chat_without_template_or_tokenizer_says_which_is_missing(smollm2):
         smollm2._replace(chat_template=None).encode_chat("hi")
     with pytest.raises(ValueError, match="no tokenizer"):
         LanguageModel(smollm2.model, smollm2.params).encode_chat("hi")
+
+
+@pytest.mark.parametrize("template", [True, {"a": 1}, [1], [{"name": "default"}], [{"name": "default", "template": 2}]])
+def test_a_template_that_is_none_is_an_error_that_names_the_file(template):
+    with pytest.raises(ValueError, match=r"file\.json: chat_template is .*, neither a text nor a list of named ones"):
+        chat.pick(template, "file.json")

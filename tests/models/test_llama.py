@@ -567,6 +567,12 @@ def test_an_unknown_rope_type_is_refused_by_name(kind):
     [
         ({"num_kv_heads": 3}, r"num_heads \(4\) is not a multiple of num_kv_heads \(3\)"),
         ({"num_layers": 0}, "num_layers must be positive, got 0"),
+        ({"num_layers": 10**9}, "num_layers must be 10000 at most, got 1000000000"),
+        ({"num_layers": True}, "num_layers must be a whole number, got True"),
+        ({"norm_offset": "x"}, "norm_offset must be a number, got 'x'"),
+        ({"qk_norm": 1}, "qk_norm must be True or False, got 1"),
+        ({"bos_id": []}, r"bos_id must be a whole number or None, got \[\]"),
+        ({"eos_ids": (None,)}, r"eos_ids must be whole numbers, got \(None,\)"),
         ({"head_dim": -2}, "head_dim must be positive, got -2"),
         ({"windows": (4,)}, "windows has 1 entries for num_layers=2"),
         ({"windows": (4, -1)}, r"windows must be 0 \(none\) or positive, got \(4, -1\)"),

@@ -223,3 +223,10 @@ def test_the_size_of_a_vocabulary_is_one_past_its_largest_id():
         assert tokenizer.Tokenizer(backend).vocab_size == size
         backend.add_tokens(["c"])
         assert tokenizer.Tokenizer(backend).vocab_size == max([*vocab.values(), backend.token_to_id("c")]) + 1
+
+
+@pytest.mark.parametrize("entry", [True, 3, [], {}, {"content": 1}])
+def test_a_special_token_that_is_no_text_is_refused(tmp_path, entry):
+    write(tmp_path, byte_fallback_backend(), bos_token=entry)
+    with pytest.raises(ValueError, match=r"tokenizer_config\.json: bos_token is .*, not the text of a token"):
+        tokenizer.from_directory(tmp_path)
