@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from specjax import processes, sharding
+from specjax import sharding
 from specjax.drafters import dflash_files, eagle_files, medusa_files, mtp_files, parallel, recycling_files, shipped
 from specjax.drafters.dflash import DFlashConfig, dflash
 from specjax.drafters.dflash import abstract_params as dflash_params
@@ -258,13 +258,14 @@ def save_drafter(
     else:
         write = _writer(config, params, format, target)
     mark = None if made_for is None else fingerprint(checked("made_for", made_for))
-    if processes.first():
-        with directory.whole(path, overwrite) as folder:
-            write(folder)
-            if mark is not None:
-                facts = {"name": target, "fingerprint": mark}
-                (folder / MADE_FOR).write_text(json.dumps(facts, indent=1), encoding="utf-8")
-    processes.wait("drafter")
+
+    def fill(folder: pathlib.Path) -> None:
+        write(folder)
+        if mark is not None:
+            facts = {"name": target, "fingerprint": mark}
+            (folder / MADE_FOR).write_text(json.dumps(facts, indent=1), encoding="utf-8")
+
+    directory.by_first(path, overwrite, fill)
 
 
 def _writer(config: Any, params: PyTree, format: str, target: str) -> Callable[[pathlib.Path], None]:

@@ -4,8 +4,9 @@ import contextlib
 import os
 import pathlib
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
+from specjax import processes
 from specjax.models.language_model import LanguageModel
 from specjax.static import show
 
@@ -28,6 +29,18 @@ def whole(path: str | pathlib.Path, overwrite: bool) -> Iterator[pathlib.Path]:
         if path.exists():
             os.replace(path, pathlib.Path(scratch) / "old")  # deleted with the scratch directory
         os.replace(folder, path)
+
+
+def by_first(path: str | pathlib.Path, overwrite: bool, write: Callable[[pathlib.Path], None]) -> None:
+    """What ``write`` writes into the directory of `whole`. Of several processes all come here, and the first writes.
+
+    Raises:
+      FileExistsError, ValueError: see `free`.
+    """
+    if processes.first():
+        with whole(path, overwrite) as folder:
+            write(folder)
+    processes.wait("a directory was written")
 
 
 def free(path: str | pathlib.Path, overwrite: bool) -> pathlib.Path:

@@ -53,10 +53,7 @@ def save(path: str | pathlib.Path, lm: LanguageModel, *, overwrite: bool = False
         outside the vocabulary.
     """
     params = processes.local(lm.params) if isinstance(lm, LanguageModel) else None
-    if processes.first():
-        with directory.whole(path, overwrite) as folder:
-            _save(folder, checked("lm", lm)._replace(params=params))
-    processes.wait("model")
+    directory.by_first(path, overwrite, lambda folder: _save(folder, checked("lm", lm)._replace(params=params)))
 
 
 def _save(folder: pathlib.Path, lm: LanguageModel) -> None:
