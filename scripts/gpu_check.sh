@@ -28,7 +28,7 @@ fi
 PLATFORM=${PLATFORM:-cuda,cpu} OUT=${OUT:-runs/gpu} PYTHON=${PYTHON:-python} STAGES=${STAGES:-tests model shapes}
 LIMIT=${LIMIT:-600} BATCH=${BATCH:-1 8 32}
 # The most telling first: LIMIT may end them.
-TESTS=${TESTS:-tests/test_smollm2.py tests/models/test_llama.py tests/test_round.py tests/drafters/test_model.py
+TESTS=${TESTS:-tests/test_smollm2.py tests/models/test_llama.py tests/models/test_attention.py tests/test_round.py tests/drafters/test_model.py
     tests/drafters/test_ngram.py tests/test_accept.py tests/test_accept_numerics.py tests/test_warp.py
     tests/test_noise.py tests/test_cache.py}
 TARGET=${TARGET:-smollm2-135m-instruct} DRAFTER=${DRAFTER:-} PROMPTS=${PROMPTS:-}  # default: what comes with them

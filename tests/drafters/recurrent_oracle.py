@@ -15,7 +15,7 @@ from specjax.drafters import recurrent
 from specjax.models import LlamaConfig, llama_params
 from specjax.types import Committed
 from tests.drafters import parallel_world as world
-from tests.models.test_llama import oracle_rotate
+from tests.models.llama_oracle import oracle_rotate
 from tests.small import V
 
 LAYERS = LlamaConfig(V, world.HIDDEN, 12, 1, 4, 2, head_dim=6, rms_eps=1e-3, max_position_embeddings=64)

@@ -14,8 +14,8 @@ import specjax
 from specjax.models import directory, llama_params, save, save_safetensors
 from specjax.models.load import load
 from tests.models import tiny
+from tests.models.llama_oracle import BASE, CONFIGS, random_weights
 from tests.models.test_families import GGUF_CASES, gguf_entries, gguf_metadata
-from tests.models.test_llama import BASE, CONFIGS, random_weights
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 NAMES = ["gemma3_text", "qwen2_bias", "mistral_sliding", "llama3_rope_scaled"]

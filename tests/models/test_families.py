@@ -17,7 +17,7 @@ from specjax.models.config import LlamaConfig, Rope, RopeScaling, from_json
 from specjax.models.gguf import GGUFFile
 from specjax.models.load import load, strict_params
 from tests.models import tiny
-from tests.models.test_llama import BASE, CONFIGS, random_weights
+from tests.models.llama_oracle import BASE, CONFIGS, random_weights
 
 NAMES = sorted(path.name for path in tiny.TINY_MODELS.iterdir())
 WINDOWED = ("gemma2_softcap", "gemma3_text", "mistral_sliding")

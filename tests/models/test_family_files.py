@@ -15,8 +15,8 @@ from specjax.models import LlamaConfig, RopeScaling, hf_config, llama, llama_par
 from specjax.models.config import Rope
 from specjax.models.load import load
 from tests.models import tiny
+from tests.models.llama_oracle import oracle, random_weights
 from tests.models.test_families import FAMILY_CONFIGS, WIDTH, assert_windows_with_misses_say
-from tests.models.test_llama import oracle, random_weights
 from tests.models.test_load import assert_equal
 
 # Nothing is square: q is [32, 20], k and v [16, 20], o [20, 32]; and the head has columns of its own.

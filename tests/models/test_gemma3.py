@@ -11,7 +11,7 @@ from specjax.models import fetch
 from specjax.models.gguf import GGUFFile
 from specjax.models.load import load
 from tests.models import tiny
-from tests.models.test_llama import oracle
+from tests.models.llama_oracle import oracle
 
 pytestmark = pytest.mark.full
 CASES = json.loads((tiny.DATA / "gemma3_270m_tokenizer.json").read_text())

@@ -15,8 +15,8 @@ from specjax.models.identity import fingerprint
 from specjax.models.load import load, strict_params
 from specjax.train import draft_lm, initial
 from tests.models import tiny
+from tests.models.llama_oracle import apply, oracle, random_weights, sequences
 from tests.models.test_families import FAMILY_CONFIGS, Arrays
-from tests.models.test_llama import apply, oracle, random_weights, sequences
 from tests.models.test_load import assert_equal, logits
 
 MATRIX = re.compile(r"(q|k|v|o|gate|up|down)_proj\.weight$")
