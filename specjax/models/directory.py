@@ -3,6 +3,7 @@
 import contextlib
 import os
 import pathlib
+import re
 import tempfile
 from collections.abc import Callable, Iterator
 
@@ -10,6 +11,10 @@ from specjax import processes
 from specjax.models.language_model import LanguageModel
 from specjax.static import show
 
+# What checkpoints and drafters consist of; whatever else lies beside them is somebody's, and never deleted.
+_PARTS = re.compile(
+    r".*\.(json|safetensors|jinja|npz|gguf)|README\.md|LICENSE.*|params|merges\.txt|vocab\.txt|tokenizer\.model|\.gitattributes"
+)
 _MANIFESTS = {"specjax.json", "specjax_drafter.json", "recycling.json"}
 
 
@@ -48,7 +53,7 @@ def free(path: str | pathlib.Path, overwrite: bool) -> pathlib.Path:
 
     Raises:
       FileExistsError: if there is something at the path, unless ``overwrite`` and it is an empty directory or one that
-        holds a checkpoint or a drafter.
+        holds a checkpoint or a drafter and nothing else.
       ValueError: if path is no path, or the current directory or one above it.
     """
     if isinstance(path, LanguageModel):
@@ -70,5 +75,9 @@ def free(path: str | pathlib.Path, overwrite: bool) -> pathlib.Path:
         raise FileExistsError(
             f"{path} holds no checkpoint but {show(sorted(names))}, which is not replaced: delete it yourself, or "
             "write elsewhere"
+        )
+    if others := sorted(name for name in names if not _PARTS.fullmatch(name)):
+        raise FileExistsError(
+            f"{path} holds {show(others)} beside a checkpoint, which is not replaced: move it away, or write elsewhere"
         )
     return path

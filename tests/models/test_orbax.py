@@ -123,6 +123,15 @@ def test_an_existing_path_is_replaced_only_on_request(tmp_path, lm):
     assert load(tmp_path / "saved").chat_template == "other"
 
 
+@pytest.mark.parametrize("name", ["thesis.txt", ".git", "runs"])
+def test_what_lies_beside_a_checkpoint_is_never_deleted(tmp_path, lm, name):
+    orbax.save(tmp_path / "saved", lm)
+    (tmp_path / "saved" / name).mkdir()
+    with pytest.raises(FileExistsError, match=rf"saved holds \['{name}'\] beside a checkpoint.*move it away"):
+        orbax.save(tmp_path / "saved", lm, overwrite=True)
+    assert (tmp_path / "saved" / name).exists() and load(tmp_path / "saved").tokenizer is not None
+
+
 def test_a_save_that_fails_leaves_nothing_behind_and_keeps_the_old(tmp_path, lm, monkeypatch):
     orbax.save(tmp_path / "saved", lm)
     before = sorted(path.name for path in tmp_path.iterdir())
