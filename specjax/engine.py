@@ -96,9 +96,11 @@ class Engine:
         limit = min((x for x in (lm.model.context_length, made.program.drafter.context_length) if x), default=None)
         if limit is not None and self.capacity > limit:
             raise ValueError(f"capacity={self.capacity}: texts of this model and drafter have at most {limit} tokens")
-        self._program, self._weights, self._chunk = made.program, made.weights, made.chunk
+        self._program, self._weights = made.program, made.weights
+        longest = self.capacity + 1 + made.program.drafter.num_draft_tokens
+        self._chunk = min(int(prefill_chunk), loop.capacity(longest, 1))
         self._sizes = Sizes(
-            loop.capacity(self.capacity + 1 + made.program.drafter.num_draft_tokens, self._chunk), self.capacity,
+            loop.capacity(longest, self._chunk), self.capacity,
             whole("max_eos_ids", max_eos_ids, 1), whole("max_stop_sequences", max_stop_sequences, 1),
             whole("max_stop_tokens", max_stop_tokens, 1), whole("max_biases", max_biases, 1),
         )  # fmt: skip

@@ -100,8 +100,10 @@ def make(
     lengths = np.asarray([len(ids) for ids in encoded], np.int32)
     budget, truncated = _fit(lengths, budget, lm.model.context_length, drafter, on_capacity)
     # The window may run 1 + N past the budget; a prefill chunk may start at the last prompt token.
-    slots = capacity(int(np.max(lengths + budget)) + 1 + drafter.num_draft_tokens, prefill_chunk or 64)
-    chunk = prefill_chunk or _chunk(slots, count * n, drafter)
+    longest = int(np.max(lengths + budget)) + 1 + drafter.num_draft_tokens
+    slots = capacity(longest, 1)
+    chunk = min(slots, prefill_chunk or _chunk(slots, count * n, drafter))
+    slots = capacity(longest, chunk)
     tokens = np.zeros((count, slots), np.int32)
     for row, ids in enumerate(encoded):
         tokens[row, : len(ids)] = ids

@@ -185,7 +185,7 @@ def test_long_texts_are_read_in_larger_chunks_and_texts_of_one_capacity_in_equal
 
     assert [chunk(length) for length in (1, 200, 300, 420, 500, 2000)] == [64, 64, 128, 128, 256, 256]
     assert [chunk(*[500] * rows) for rows in (1, 2, 3, 4, 5, 300)] == [256, 128, 64, 64, 64, 64]
-    assert chunk(500, prefill_chunk=8) == 8
+    assert [chunk(500, prefill_chunk=size) for size in (8, 512, 4097)] == [8, 512, 768]  # a cache never grows for it
     reader = specjax.drafters.recycling(V, 2)  # without tables, it wants the logits of the whole prompt
     assert chunk(500, drafter=reader) == 64
 
