@@ -1,6 +1,7 @@
 """Several devices and several hosts, for the scripts: --mesh and --multihost."""
 
 import argparse
+import math
 import os
 import sys
 
@@ -23,7 +24,7 @@ def refusals(args: argparse.Namespace) -> list[tuple[bool, str]]:
     odd = [name for name in JOB[1:] if not os.environ.get(name, "0").isdecimal()]
     remedy = "for one of several processes, or none to run alone"
     return [
-        (bool(args.mesh) and not _pair(args.mesh), f"--mesh {args.mesh}: give two numbers as in 8,1"),
+        (bool(args.mesh) and not _pair(args.mesh), f"--mesh {args.mesh}: give two numbers, 1 or more, as in 8,1"),
         (0 < len(job) < len(JOB), f"the environment has {', '.join(job)} of {', '.join(JOB)}: set all {remedy}"),
         *((True, f"the environment has {name}={os.environ[name]}: set a whole number {remedy}") for name in odd),
     ]
@@ -69,8 +70,14 @@ def mesh(args: argparse.Namespace):
     """
     from specjax import sharding
 
-    made = sharding.make_mesh(*map(int, args.mesh.split(","))) if args.mesh else None
     count = jax.device_count()
+    sizes = tuple(map(int, args.mesh.split(","))) if args.mesh else (1, 1)
+    if math.prod(sizes) > count:
+        raise ValueError(
+            f"--mesh {args.mesh}: needs {math.prod(sizes)} devices, there are {count}; lower DATA or MODEL, or leave "
+            "it out"
+        )
+    made = sharding.make_mesh(*sizes) if args.mesh else None
     if jax.process_count() > 1 and (made is None or made.size != count):
         given = f"--mesh {args.mesh}" if args.mesh else "--mesh is missing"
         raise ValueError(

@@ -24,7 +24,10 @@ import jax.numpy as jnp
 from distill_options import HEADS, HELD_OUT, parse
 from distill_plan import foresee, plan, size, source
 from script_tools import keep_programs, rival, run_script
+from script_tools import write as write_file
 
+from specjax.models.directory import free
+from specjax.models.huggingface import read_json
 from specjax.models.identity import fingerprint
 
 
@@ -81,8 +84,15 @@ def same_target(corpus, target):
 
 def check_drafter(args) -> None:
     """A directory keeps to one kind of student."""
+    below = next(path for path in (args.out, *args.out.absolute().parents) if path.exists())
+    if not below.is_dir():
+        raise ValueError(f"--out {args.out}: {below} is a file; name a directory")
+    try:
+        free(args.out / "drafter", overwrite=True)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"--out {args.out}: the drafter has no place there: {error}") from error
     noted = args.out / "student.json"
-    before = json.loads(noted.read_text())["student"] if noted.exists() else args.student
+    before = read_json(noted).get("student", args.student) if noted.exists() else args.student
     if before != args.student:
         raise ValueError(f"--out {args.out} holds a run of --student {before}: choose another directory")
 
@@ -90,7 +100,7 @@ def check_drafter(args) -> None:
 def note_student(args) -> None:
     """Only now: what was refused until here leaves the directory free."""
     args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / "student.json").write_text(json.dumps({"student": args.student}))
+    write_file(args.out / "student.json", json.dumps({"student": args.student}).encode())
 
 
 def interrupted(*_) -> None:
@@ -287,7 +297,6 @@ def held_out(args, target, corpora):
 def worth(args, target, corpora, mesh) -> None:
     """Plain and speculative decoding by turns, with the drafter as it lies on disk."""
     import specjax
-    from specjax import processes
     from specjax.train.evaluate import evaluate, table
 
     drafter = specjax.load_drafter(args.out, target)
@@ -307,8 +316,7 @@ def worth(args, target, corpora, mesh) -> None:
         say(f"greedy: plain {best:.1f} tok/s, with this drafter {greedy.rates['speculative']:.1f}: {greedy.ratio:.2f}x")
     say(f"drafter: {args.out / 'drafter'}  (specjax.load_drafter({str(args.out)!r}, target))")
     facts = {"options": {k: str(v) for k, v in vars(args).items()}, "results": [row._asdict() for row in rows]}
-    if processes.first():
-        (args.out / "results.json").write_text(json.dumps(facts, indent=1), encoding="utf-8")
+    write_file(args.out / "results.json", json.dumps(facts, indent=1).encode())
 
 
 def progress(text: str) -> None:

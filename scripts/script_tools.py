@@ -41,6 +41,8 @@ def in_options(message: str, args: argparse.Namespace) -> str:
         name, value = found.groups()
         if value is None and "_" not in name:  # a word of everyday language
             return found[0]
+        if name == "model" and value is not None and value.isdecimal():  # the axis of a mesh
+            return found[0]
         dashed = f"--{name.replace('_', '-')}"
         return dashed if value in (None, "True") else f"{dashed} {value.strip(QUOTE)}"
 

@@ -137,7 +137,7 @@ def test_a_dry_run_of_every_student_writes_nothing(script, text, tmp_path, monke
     [
         ("--student draft-lm --layers 99", "--layers 99: the target has"),
         ("--student eagle3 --draft-vocab 9999", "--draft-vocab 9999: .* tokens; 0 is all"),
-        ("--student mtp --mesh 64,2", "needs 128 devices"),
+        ("--student mtp --mesh 64,2", "--mesh 64,2: needs 128 devices, there are 8; lower DATA or MODEL"),
         ("--student mtp --mesh 8,1 --batch 4", "--batch 4 must be a multiple of --accumulate 1 times 8"),
         ("--student tables --mesh 8,1 --rows 12", "--rows 12 must be a multiple of 8, the devices that --mesh 8,1"),
         ("--student mtp --max-new-tokens 9999999", "--max-new-tokens 9999999: .* at most"),
@@ -185,6 +185,22 @@ def test_a_directory_keeps_to_one_student(script, text, tmp_path, monkeypatch):
     (tmp_path / "run" / "student.json").write_text('{"student": "mtp"}')
     with pytest.raises(SystemExit, match="holds a run of --student mtp"):
         run(script, monkeypatch, small(text, tmp_path / "run") + "--student tables")
+    assert not (tmp_path / "run" / "corpus").exists()
+
+
+@pytest.mark.parametrize(("made", "words"), [
+    ("file", "file is a file; name a directory"),
+    ("run/drafter/notes.txt", r"no place there: .*holds no checkpoint but \['notes.txt'\]"),
+    ("run/student.json", r"student\.json"),
+])  # fmt: skip
+def test_a_directory_the_drafter_could_not_be_written_to_is_refused_first(
+    script, text, tmp_path, monkeypatch, made, words
+):
+    (tmp_path / made).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / made).write_text("")
+    out = tmp_path / "file" / "run" if made == "file" else tmp_path / "run"
+    with pytest.raises(SystemExit, match=words):
+        run(script, monkeypatch, small(text, out) + "--student tables")
     assert not (tmp_path / "run" / "corpus").exists()
 
 
