@@ -21,6 +21,7 @@ from specjax.static import bind, show, whole
 from specjax.types import Array, Committed, Drafter, Proposal, PyTree, Sampling, Text
 
 LONGEST = 4  # tokens of context that are compared to find what to copy
+COPY_WEIGHTS = (0.0, 0.1, 0.3, 0.7, 0.7)  # of the copied token, by how many tokens matched
 
 
 class Recycled(NamedTuple):
@@ -42,14 +43,14 @@ class Settings(NamedTuple):
 
 def recycling(
     vocab_size: int | LanguageModel, num_draft_tokens: int = 7, tables: Tables | None = None, *, candidates: int = 4,
-    copy_weights: Sequence[float] = (0.0, 0.0, 0.3, 0.7, 0.7), min_prob: float = 0.0,
+    copy_weights: Sequence[float] = COPY_WEIGHTS, min_prob: float = 0.0,
     read_prompts: bool | None = None,
 ) -> Drafter:  # fmt: skip
     """Grows a tree of the likeliest continuations under laws the target was seen to have.
 
     The law of a node is that of the two tokens before it in the row's own table, else in ``tables``, else that of the
     one token before it, in the same order; mixed with the token that followed the longest earlier occurrence of the
-    last 2 to 4 tokens. Nodes are functions of the text, hence point masses. Nothing is proposed below an end id.
+    last 1 to 4 tokens. Nodes are functions of the text, hence point masses. Nothing is proposed below an end id.
 
     Args:
       vocab_size: of the target, or the target.

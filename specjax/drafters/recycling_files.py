@@ -4,7 +4,7 @@ import json
 import pathlib
 from typing import Any, NamedTuple
 
-from specjax.drafters.recycling import recycling
+from specjax.drafters.recycling import COPY_WEIGHTS, recycling
 from specjax.drafters.tables import Tables, load_tables
 from specjax.models.huggingface import read_json
 from specjax.models.language_model import LanguageModel
@@ -18,7 +18,7 @@ class RecyclingConfig(NamedTuple):
 
     num_draft_tokens: int = 7
     candidates: int = 4
-    copy_weights: tuple[float, ...] = (0.0, 0.0, 0.3, 0.7, 0.7)
+    copy_weights: tuple[float, ...] = COPY_WEIGHTS
     min_prob: float = 0.0
 
 
