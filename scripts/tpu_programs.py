@@ -207,6 +207,18 @@ class Programs:
         ends = jax.ShapeDtypeStruct((8,), jnp.int32)
         return slots.step.lower(self.program, self.weights, every, dropped, ends).compile()
 
+    def write_text(self) -> Any:
+        """`specjax.train.generate.run`, which writes the text of distillation: a token into every row."""
+        from specjax.train import generate
+
+        opening, ids = (jax.ShapeDtypeStruct((size,), jnp.int32) for size in (8, 16))
+        begin = functools.partial(generate.begin, self.lm.model, self.batch, self.width)
+        state = self.rows(jax.eval_shape(begin, self.weights.target, opening))
+        template = generate.Template(ids, opening, jax.ShapeDtypeStruct((), jnp.int32))
+        key = jax.eval_shape(lambda: jax.random.key(0))
+        params, steps = self.weights.target, generate.STEPS
+        return generate.run.lower(self.lm.model, steps, params, key, template, state).compile()
+
     def unread(self) -> int:
         """Bytes of an embedding that is looked up and not multiplied: a device holds them and does not read them."""
         if self.lm.config.tie_embeddings:

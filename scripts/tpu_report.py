@@ -76,7 +76,7 @@ class Compiler:
 
     @functools.cache  # noqa: B019 (one compiler a report)
     def cost(self, what: str, k: int, batch: int, kind: str = "lookup", tree: Tree = None) -> Cost:
-        """Of ``what``: round, prefill, engine or train."""
+        """Of ``what``: round, prefill, engine, write_text or train."""
         found = []
         for layers in (1, 2):
             config = dataclasses.replace(self.config, num_layers=layers, windows=self.config.windows[-layers:])
@@ -182,6 +182,8 @@ def arguments(argv=None):
     parser.add_argument("--prefill", action="store_true", help="also a chunk of the prompt")
     parser.add_argument("--engine", action="store_true", help="also a step of Engine")
     parser.add_argument("--train", type=int, metavar="ROWS", help=f"also a training step on ROWS texts of {SLOTS}")
+    parser.add_argument("--write-text", type=int, metavar="ROWS",
+                        help=f"also a token of each of ROWS texts of {SLOTS} that are written to train on")
     args = parser.parse_args(argv)
     for refused, words in refusals(args):
         if refused:
@@ -210,6 +212,9 @@ def refusals(args: argparse.Namespace) -> Iterator[tuple[bool, str]]:
     yield min(batches) < 1, f"--batch {args.batch}: give numbers of rows, 1 or more, comma-separated"
     yield any(b > 1 and b % data for b in batches), f"--batch {args.batch}: --data {data} must divide all but 1"
     yield args.train is not None and args.train < 1, f"--train {args.train}: give the number of texts, 1 or more"
+    rows = args.write_text
+    yield rows is not None and rows < 1, f"--write-text {rows}: give the number of texts, 1 or more"
+    yield bool(rows) and rows > 1 and rows % data > 0, f"--write-text {rows}: --data {data} must divide it"
     yield bool(args.train) and args.drafter == "lookup", "--train: a lookup is not trained; choose another --drafter"
     if args.tree is not None:
         kinds = " or ".join(HEADS)
@@ -267,6 +272,8 @@ def work(args: argparse.Namespace) -> None:
         d = chip.seconds(found["draft"]) / chip.seconds(found["plain"]) if found["draft"] else 0.0
         speed_up = gain(chip, found["plain"], found["verify"], found["draft"], tokens)
         print(f"  verify/plain {v:.2f}, draft/plain {d:.3f}: speed-up {speed_up:.2f} at alpha {args.alpha}")
+    if args.write_text:
+        describe("writing text", compiler.cost("write_text", 0, args.write_text), chip)
     if args.train:
         describe("training step", compiler.cost("train", 0, args.train, args.drafter), chip)
     if len(batches) > 1:

@@ -32,6 +32,8 @@ def modules():
         ("tpu_report", "--drafter eagle3 --tree 3,2 -K 4", "--tree 3,2 has its own number of nodes: leave out -K"),
         ("tpu_report", "--drafter eagle3 --tree 3,x", "--tree 3,x: give children per level"),
         ("tpu_report", "--drafter lookup --tree 3,2", "trees are drafted by eagle3 or dflash, not by lookup"),
+        ("tpu_report", "--write-text 0", "--write-text 0: give the number of texts, 1 or more"),
+        ("tpu_report", "--write-text 3 --data 2", "--write-text 3: --data 2 must divide it"),
         ("tpu_report", "--drafter eagle3 --train 0", "--train 0: give the number of texts, 1 or more"),
         ("loading_report", "--checkpoint x --stored orbax-float32", "--stored is of what is written"),
         ("loading_report", "--checkpoint x --gigabytes 1", "--gigabytes is of what is written"),

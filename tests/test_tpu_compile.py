@@ -1,4 +1,5 @@
-"""What the TPU's own compiler makes of decoding, for one chip and for eight. No TPU is needed, only `make libtpu`.
+"""What the TPU's own compiler makes of decoding and of writing text to train on, for one chip and for eight. No TPU is
+needed, only `make libtpu`.
 
 In a process of its own: nothing else in the tests sees that compiler.
 """
@@ -17,10 +18,10 @@ import dataclasses, json, re, sys
 import tpu_programs as tpu
 from specjax.models.config import LlamaConfig
 
-topology, quantization = sys.argv[1:]
+topology, what, quantization = sys.argv[1:]
 config = LlamaConfig(512, 256, 512, 2, 16, 8, head_dim=128, quantization=quantization)
 made = tpu.Programs(tpu.mesh_of(topology, 1), config, k=3, batch=8)
-compiled = made.decode()
+compiled = getattr(made, what)()
 text, cost = compiled.as_text(), tpu.cost_of(compiled)
 types = dict(re.findall(r"(%[\\w.-]+) = (\\w+)\\[", text))
 products = re.findall(r"convolution\\((%[\\w.-]+), (%[\\w.-]+)\\)[^\\n]*dot_general", text)
@@ -39,8 +40,8 @@ print(json.dumps({
 """
 
 
-def found(topology, quantization=""):
-    words = [sys.executable, "-c", PROGRAM, topology, quantization]
+def found(topology, what="decode", quantization=""):
+    words = [sys.executable, "-c", PROGRAM, topology, what, quantization]
     paths = f"{ROOT / 'scripts'}:{ROOT}"
     # A fresh environment: neither the flags of these tests nor a TPU's own.
     env = {"PATH": "/usr/bin:/bin", "HOME": "/tmp", "PYTHONPATH": paths}
@@ -49,9 +50,11 @@ def found(topology, quantization=""):
     return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.mark.parametrize(("topology", "chips"), [("v5e:1x1", 1), ("v5e:2x4", 8)])
-def test_decoding_stays_on_the_chips_and_updates_its_cache_in_place(topology, chips):
-    said = found(topology)
+@pytest.mark.parametrize(
+    ("topology", "chips", "what"), [("v5e:1x1", 1, "decode"), ("v5e:2x4", 8, "decode"), ("v5e:2x4", 8, "write_text")]
+)
+def test_decoding_and_writing_text_stay_on_the_chips_and_update_their_cache_in_place(topology, chips, what):
+    said = found(topology, what)
     assert said["calls"] == []
     cache = 2 * 2 * 8 * (8 // chips) * 512 * 128 * 2  # k and v, layers, rows, heads, slots, channels, bytes
     assert said["aliased"] >= cache
@@ -66,5 +69,5 @@ def test_products_take_bfloat16_and_int8_as_they_are():
     """Neither is turned to another type in memory first."""
     said = found("v5e:1x1")
     assert "f32" not in said["weights"] + said["operands"] and "bf16" in said["weights"]
-    said = found("v5e:1x1", "int8")
+    said = found("v5e:1x1", quantization="int8")
     assert "s8" in said["weights"] and "f32" not in said["weights"] + said["operands"]

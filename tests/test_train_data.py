@@ -76,7 +76,7 @@ def test_greedy_answers_are_those_of_generate(target, answered):
 def test_a_target_on_a_mesh_writes_the_same_in_parts(target, corpus, tmp_path, monkeypatch):
     """No device holds the whole target; rows and key heads of the cache, and the rows of all else, are shared out. What
     is refused names the mesh."""
-    mesh, seen, run = sharding.make_mesh(2, 2), [], generate._run
+    mesh, seen, run = sharding.make_mesh(2, 2), [], generate.run
 
     def look(state):
         arrays = state.cache.k[0], state.top_ids, state.rows.text
@@ -86,7 +86,7 @@ def test_a_target_on_a_mesh_writes_the_same_in_parts(target, corpus, tmp_path, m
     def spy(model, steps, params, key, template, state):
         return look(run(model, steps, params, key, template, look(state)))
 
-    monkeypatch.setattr(generate, "_run", spy)
+    monkeypatch.setattr(generate, "run", spy)
     placed = sharding.place(mesh, target)
     total = sum(leaf.nbytes for leaf in jax.tree.leaves(placed.params))
     for device in mesh.devices.flat:
@@ -102,8 +102,8 @@ def test_a_target_on_a_mesh_writes_the_same_in_parts(target, corpus, tmp_path, m
 def test_no_law_is_gathered_where_text_is_written_on_a_mesh():
     lm = sharding.place(sharding.make_mesh(2, 4), many_tokens())
     template = generate.Template(jnp.array([3, 4]), jnp.array([7]), jnp.int32(20))
-    state = generate._begin(lm.model, 8, 64, lm.params, jnp.array([1, 2]))
-    run = generate._run.lower(lm.model, 8, lm.params, jax.random.key(0), template, state).compile()
+    state = generate.begin(lm.model, 8, 64, lm.params, jnp.array([1, 2]))
+    run = generate.run.lower(lm.model, 8, lm.params, jax.random.key(0), template, state).compile()
     found = collectives(run.as_text())
     # What shards of the vocabulary would put together for one row of each of the four texts of a device.
     assert found and all(size < 4 * lm.model.vocab_size for _, size in found)

@@ -120,7 +120,7 @@ def _converse(target, plans, opening, middle, answer, seed, batch, slots, steps)
         jnp.asarray(middle, jnp.int32), jnp.asarray(target.eos_ids or (-1,), jnp.int32), jnp.int32(answer)
     )
     model, params, key = target.model, target.params, jax.random.key(seed)
-    state = _begin(model, batch, slots, params, jnp.asarray(opening, jnp.int32))
+    state = begin(model, batch, slots, params, jnp.asarray(opening, jnp.int32))
     held: list[Plan | None] = [None] * batch
     more = True
     while True:
@@ -137,7 +137,7 @@ def _converse(target, plans, opening, middle, answer, seed, batch, slots, steps)
             state = _refill(model, state, *_fresh(new, batch, slots, len(opening)))
         if all(plan is None for plan in held):
             return
-        state = _run(model, steps, params, key, template, state)
+        state = run(model, steps, params, key, template, state)
         yield from _harvest(state, held)
 
 
@@ -175,7 +175,7 @@ def _fresh(plans: dict[int, Plan], batch: int, slots: int, opening: int) -> tupl
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def _begin(model, batch: int, slots: int, params, opening: Array) -> State:
+def begin(model, batch: int, slots: int, params, opening: Array) -> State:
     """Idle rows (limit 0), with the opening in the cache and its laws in place."""
     cache, size = model.init_cache(batch, slots), opening.shape[0]
     ids, probs = jnp.zeros((batch, slots, TOP), jnp.int32), jnp.zeros((batch, slots, TOP), jnp.float16)
@@ -210,7 +210,8 @@ def _refill(model, state: State, fresh: Rows, mask: Array, opening: int) -> Stat
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=5)
-def _run(model, steps: int, params, key: Array, template: Template, state: State) -> State:
+def run(model, steps: int, params, key: Array, template: Template, state: State) -> State:
+    """Up to this many tokens into every slot; fewer if all conversations end."""
     def busy(carry):
         i, state = carry
         return (i < steps) & jnp.any(state.cache.lengths < state.rows.limit)
