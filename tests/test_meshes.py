@@ -1,4 +1,4 @@
-"""What the core decodes with, on meshes of every kind: one device, rows alone, parts of the target alone, both."""
+"""What the core does, on meshes of every kind: one device, rows alone, parts of the target alone, both."""
 
 import functools
 
@@ -8,14 +8,15 @@ import pytest
 from flax import nnx
 
 import specjax
-from specjax import LanguageModel, drafters, sharding, tree
+from specjax import Heuristic, LanguageModel, drafters, engine, loop, sharding, tree
 from specjax.drafters.eagle import EagleConfig, eagle, fresh_params
 from specjax.models import llama
 from specjax.models.config import LlamaConfig
 from specjax.models.nnx import from_nnx
+from specjax.train.evaluate import Prompt, evaluate
+from tests.small import ToyTokenizer
 from tests.test_sharding import PROMPTS, parts
 
-pytestmark = pytest.mark.full
 MESHES = [(1, 1), (8, 1), (1, 8), (2, 4)]
 V = 64
 CONFIG = LlamaConfig(V, 32, 64, 1, 8, 8, max_position_embeddings=256)
@@ -61,6 +62,7 @@ def expected(way):
 CHOSEN = [*(("draft model", shape) for shape in MESHES), ("tree", (2, 4)), ("cascade", (2, 4))]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("way, shape", CHOSEN)
 def test_a_mesh_decodes_the_same(way, shape):
     """Draft model and its cache in parts too, drawn chains; trees of a head that every device has; lookups."""
@@ -69,3 +71,76 @@ def test_a_mesh_decodes_the_same(way, shape):
     out = decoded(lm, way)
     assert out.tokens == expected(way).tokens and out.stats.tau > 1
     jax.tree.map(np.testing.assert_array_equal, out.stats.counts, expected(way).stats.counts)
+    if way == "draft model":  # the same program
+        how = {"max_new_tokens": 10, "temperatures": (1.0,), "prefill_chunk": 8}
+        (row,) = evaluate(lm, WAYS[way](lm)["drafter"], [Prompt(prompt) for prompt in PROMPTS], **how)
+        assert (row.emitted, row.rounds, row.tau) == (out.stats.emitted, out.stats.rounds, out.stats.tau)
+
+
+@functools.cache
+def plain(temperature):
+    """One program of one device: what greedy text, and text under "match", must be."""
+    return specjax.generate(alone(), PROMPTS, max_new_tokens=10, prefill_chunk=8, temperature=temperature).tokens
+
+
+def quick(shape, *cases):
+    """Cases of which those on one mesh belong to the quick run."""
+    return [case if case[0] == shape else pytest.param(*case, marks=pytest.mark.full) for case in cases]
+
+
+STREAMED = {
+    "lookup": lambda lm: drafters.ngram(3, min_ngram=1),
+    "suffix": lambda lm: drafters.suffix(3),
+    "recycling": lambda lm: drafters.recycling(lm, 3),
+    "coupled": lambda lm: drafters.model(close(lm), lm, 3, coupled=True),
+}
+
+
+SOURCES = [((1, 1), "lookup"), ((8, 1), "coupled"), ((1, 8), "recycling"), ((2, 4), "suffix")]
+
+
+@pytest.mark.parametrize("shape, source", quick((8, 1), *SOURCES))
+def test_a_mesh_streams_the_same_at_the_pace_of_one_device(shape, source, monkeypatch):
+    """Round by round, in tiers: one row, whole in every part of a batch; its cache lies in parts by key heads."""
+    seen, step = [], loop.step
+
+    def spy(*args):
+        state, info = step(*args)
+        seen.append((parts(state.cache.k[0]), parts(state.text.tokens)))
+        return state, info
+
+    monkeypatch.setattr(loop, "step", spy)
+    lm = sharding.place(sharding.make_mesh(*shape), alone())._replace(tokenizer=Letters())
+    drafter, policy = STREAMED[source](lm)._replace(widths=()), Heuristic((1, 3), 3)
+    temperature = 1.0 if source == "coupled" else 0.0
+    how = {"rule": "match", "temperature": temperature, "max_new_tokens": 10, "prefill_chunk": 8}
+    for row in range(3):
+        stream = specjax.stream(lm, PROMPTS[row], drafter=drafter, seed=row, adaptive=policy, **how)
+        "".join(stream)
+        assert stream.result.tokens == [plain(temperature)[row]]
+    assert len(seen) < 30 and all(found == ({(1, 8 // shape[1], 256, 4)}, {(1, 256)}) for found in seen)
+
+
+class Letters(ToyTokenizer):
+    """A letter for every id."""
+
+    def decode(self, ids, skip_special_tokens=True):
+        return "".join(chr(48 + i) for i in ids)
+
+
+JUDGED = [((1, 1), "match", 1.0), ((8, 1), "block", 0.0), ((1, 8), "rejection", 0.0)]
+
+
+@pytest.mark.parametrize("shape, rule, temperature", quick((1, 8), *JUDGED))
+def test_slots_on_a_mesh_say_the_same(shape, rule, temperature, monkeypatch):
+    """`Engine` behind ``slots=``, with a draft model whose cache lies where the target's does."""
+    made, for_request = [], engine.for_request
+    monkeypatch.setattr(engine, "for_request", lambda *args, **how: made.append(for_request(*args, **how)) or made[0])
+    lm = sharding.place(sharding.make_mesh(*shape), alone())
+    drafter = drafters.model(close(lm), lm, 2)._replace(widths=())
+    how = {"max_new_tokens": 10, "prefill_chunk": 8, "slots": 8, "rule": rule, "temperature": temperature}
+    out = specjax.generate(lm, [*PROMPTS, *PROMPTS[:2]], seed=[*range(8), 0, 1], drafter=drafter, **how)
+    assert out.tokens == plain(temperature) + plain(temperature)[:2]
+    state = made[0]._state.state
+    for cache in (state.cache, state.drafter.cache):
+        assert parts(cache.k[0]) == {(8 // shape[0], 8 // shape[1], 256, 4)}

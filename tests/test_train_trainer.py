@@ -158,7 +158,8 @@ def test_devices_share_a_batch_and_change_no_number(shape):
     assert "all-gather" not in program
     alone = trainer.fit(LOSS, weights(), batches, settings, given=GIVEN, progress=False)
     shared = trainer.fit(LOSS, weights(), batches, settings, given=GIVEN, progress=False, mesh=mesh)
-    np.testing.assert_allclose(shared.history["loss"], alone.history["loss"], rtol=1e-6)
+    for name in ("loss", "gradient_norm"):  # Adam's steps hide how large a gradient is
+        np.testing.assert_allclose(shared.history[name], alone.history[name], rtol=1e-6)
     for name in ("w", "bias"):
         there = shared.params[name].sharding
         assert there.is_fully_replicated and len(there.device_set) == mesh.size
@@ -194,7 +195,8 @@ def test_a_target_shared_out_over_devices_says_the_same(shape):
     assert all(a is b for a, b in zip(jax.tree.leaves(spread), jax.tree.leaves(placed), strict=True))
     alone = trainer.fit(loss, head, batches, settings, given=params, progress=False)
     shared = trainer.fit(loss, head, batches, settings, given=placed, progress=False, mesh=mesh)
-    np.testing.assert_allclose(shared.history["loss"], alone.history["loss"], rtol=1e-5)
+    for name in ("loss", "gradient_norm"):
+        np.testing.assert_allclose(shared.history[name], alone.history[name], rtol=1e-5)
     assert {s.data.shape for s in shared.params["head"].addressable_shards} == {(16, 48 // model_parts)}
     np.testing.assert_allclose(shared.params["head"], alone.params["head"], atol=1e-5)
 
