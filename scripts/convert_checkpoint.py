@@ -39,20 +39,19 @@ def refusals(options: argparse.Namespace) -> list[tuple[bool, str]]:
     """What could not be written in the end, with what to say."""
     source, target = (pathlib.Path(path).expanduser().absolute() for path in (options.source, options.target))
     inside = options.source not in fetch.NAMED and source.resolve().is_relative_to(target.resolve())
-    above = next(folder for folder in target.parents if folder.exists())
+    above = next(folder for folder in target.parents if os.path.exists(folder))
     quantization = ""
     with contextlib.suppress(ValueError, OSError, LookupError, TypeError, AttributeError):  # loading says what is wrong
         quantization = huggingface.read_json(source / orbax.MANIFEST)["config"].get("quantization")
     try:
-        directory.free(options.target, options.overwrite)
+        directory.free(options.target, True)
         lost = ""
     except (ValueError, OSError) as error:
         lost = str(error)
     return [
-        (target.exists() and not options.overwrite, f"{options.target} exists; --overwrite replaces it"),
         (inside, f"{options.target} is the source or holds it: write elsewhere"),
         (bool(lost), lost),
-        (not above.is_dir(), f"{options.target}: {above} is not a directory; name another place"),
+        (not lost and target.exists() and not options.overwrite, f"{options.target} exists; --overwrite replaces it"),
         (not os.access(above, os.W_OK), f"{options.target}: nothing can be written to {above}; name another place"),
         (bool(quantization) and options.to == "safetensors", f"{quantization} weights have no place in safetensors: "
          "--to orbax keeps them, or convert the checkpoint that they were made from"),

@@ -15,7 +15,19 @@ from specjax.static import show
 _PARTS = re.compile(
     r".*\.(json|safetensors|jinja|npz|gguf)|README\.md|LICENSE.*|params|merges\.txt|vocab\.txt|tokenizer\.model|\.gitattributes"
 )
+_LONGEST = 255  # bytes of a file's name
 _MANIFESTS = {"specjax.json", "specjax_drafter.json", "recycling.json"}
+
+
+def obstacle(path: pathlib.Path) -> str:
+    """What keeps a directory from being at a path, in words; "" for nothing."""
+    path = path.absolute()
+    if too_long := [part for part in path.parts if len(os.fsencode(part)) > _LONGEST]:
+        return f"a name of {len(too_long[0])} characters is longer than file systems take ({_LONGEST} bytes)"
+    below = next(folder for folder in (path, *path.parents) if os.path.lexists(folder))
+    if below.is_dir():
+        return ""
+    return f"{below} is a {'link to nothing' if below.is_symlink() and not below.exists() else 'file'}"
 
 
 @contextlib.contextmanager
@@ -27,7 +39,7 @@ def whole(path: str | pathlib.Path, overwrite: bool) -> Iterator[pathlib.Path]:
     """
     path = free(path, overwrite)
     path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as scratch:
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name[:50]}.") as scratch:
         folder = pathlib.Path(scratch) / "new"
         folder.mkdir()
         yield folder
@@ -53,7 +65,7 @@ def free(path: str | pathlib.Path, overwrite: bool) -> pathlib.Path:
 
     Raises:
       FileExistsError: if there is something at the path, unless ``overwrite`` and it is an empty directory or one that
-        holds a checkpoint or a drafter and nothing else.
+        holds a checkpoint or a drafter and nothing else; see also `obstacle`.
       ValueError: if path is no path, or the current directory or one above it.
     """
     if isinstance(path, LanguageModel):
@@ -61,12 +73,12 @@ def free(path: str | pathlib.Path, overwrite: bool) -> pathlib.Path:
     if not isinstance(path, (str, os.PathLike)) or not os.fspath(path):
         raise ValueError(f"path={show(path)}: give a directory as a string or path")
     path = pathlib.Path(path).expanduser().absolute()
+    if words := obstacle(path):
+        raise FileExistsError(f"{path}: {words}; write elsewhere")
     if not os.path.lexists(path):
         return path
     if not overwrite:
         raise FileExistsError(f"{path} exists; pass overwrite=True to replace it")
-    if not path.is_dir():
-        raise FileExistsError(f"{path} is a file: only a directory with a checkpoint is replaced")
     if pathlib.Path.cwd().is_relative_to(path.resolve()):
         raise ValueError(f"{path} is the current directory or one above it, which is not replaced")
     names = {entry.name for entry in path.iterdir()}

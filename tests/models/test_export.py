@@ -93,7 +93,7 @@ def test_nothing_half_written_and_nothing_replaced_unasked(tmp_path):
     (lambda path: path.write_text("mine"), "is a file"),
     (lambda path: (path / "src").mkdir(parents=True), r"holds no checkpoint but \['src'\]"),
     (lambda path: tiny.write_directory(path), "is the current directory or one above it"),
-    (lambda path: path.symlink_to("nothing"), "is a file"),
+    (lambda path: path.symlink_to("nothing"), "m is a link to nothing; write elsewhere"),
 ])  # fmt: skip
 def test_what_is_no_checkpoint_or_holds_the_current_directory_is_never_replaced(tmp_path, monkeypatch, change, said):
     path = tmp_path / "m"
@@ -192,9 +192,15 @@ def test_conversion_refuses_what_cannot_be_written_before_it_reads(scripts, tmp_
     assert load(tmp_path / "again").config.quantization == "int8"
     monkeypatch.setattr(specjax, "load", lambda *args, **options: pytest.fail("it was read"))
     (tmp_path / "file").touch()
+    (tmp_path / "link").symlink_to("nothing")
+    (tmp_path / "there").mkdir()
     for source, target, words in (
         (tmp_path / "q", tmp_path / "new", "int8 weights have no place in safetensors: --to orbax keeps them"),
-        (tiny.TINY_MODELS / "qwen2_bias", tmp_path / "file" / "new", f"{tmp_path / 'file'} is not a directory"),
+        (tiny.TINY_MODELS / "qwen2_bias", tmp_path / "file" / "new", f"{tmp_path / 'file'} is a file; write elsewhere"),
+        (tmp_path / "q", tmp_path / "link", "link is a link to nothing; write elsewhere"),
+        (tmp_path / "q", tmp_path / "link" / "new", "link is a link to nothing; write elsewhere"),
+        (tmp_path / "q", tmp_path / (300 * "x"), "a name of 300 characters is longer than file systems take"),
+        (tmp_path / "q", tmp_path / "there", "there exists; --overwrite replaces it"),
     ):
         with pytest.raises(SystemExit) as ended:
             scripts[1].main([str(source), str(target)])
