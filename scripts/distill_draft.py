@@ -46,14 +46,13 @@ def work(args) -> None:
     devices.start(args)
     import specjax
     from specjax import processes
-    from specjax.train.data import read_corpus
     from specjax.train.settings import checked
 
     progress_bar()  # is it installed? Better now than after an hour.
     keep_programs()
     mesh = devices.mesh(args)
     target = specjax.load(args.target, dtype=args.dtype, mesh=mesh)
-    more = [same_target(read_corpus(path), target) for path in args.more_corpora]
+    more = [earlier(path, target) for path in args.more_corpora]
     if args.eval_prompts:
         held_out(args, target, more)  # a broken line is better found now
     if args.student != "tables":
@@ -75,18 +74,21 @@ def work(args) -> None:
     processes.wait("the end")
 
 
-def same_target(corpus, target):
-    """Text of another target has another's laws."""
-    if corpus.manifest["target"] != fingerprint(target):
-        raise ValueError(f"--more-corpora {corpus.directory} was written by another target: leave it out")
+def earlier(path, target):
+    """The text of an earlier run. That of another target has another's laws."""
+    from specjax.train.data import read_corpus
+
+    try:
+        corpus = read_corpus(path)
+    except (ValueError, OSError) as error:
+        raise ValueError(f"--more-corpora {path}: {error}, or leave it out") from error
+    if corpus.manifest.get("target") != fingerprint(target):
+        raise ValueError(f"--more-corpora {path} was written by another target: leave it out")
     return corpus
 
 
 def check_drafter(args) -> None:
     """A directory keeps to one kind of student."""
-    below = next(path for path in (args.out, *args.out.absolute().parents) if path.exists())
-    if not below.is_dir():
-        raise ValueError(f"--out {args.out}: {below} is a file; name a directory")
     try:
         free(args.out / "drafter", overwrite=True)
     except (OSError, ValueError) as error:

@@ -2,10 +2,14 @@
 
 import argparse
 import json
+import os
 import pathlib
+from collections.abc import Iterator
 from typing import Any
 
 import devices
+
+from specjax.models.directory import obstacle
 
 # Prompts of everyday kind that nothing is trained on.
 HELD_OUT = [
@@ -125,8 +129,8 @@ def read_config(path: pathlib.Path, made: argparse.ArgumentParser) -> dict[str, 
     Raises:
       ValueError: no such file, not to be read, an unknown option, a value that does not fit.
     """
-    if not path.is_file():
-        raise ValueError(f"--config: no file {path}")
+    if not os.path.isfile(path):
+        raise ValueError(f"--config {path}: {no_file(path)}")
     said = path.read_text(encoding="utf-8")
     try:
         found = json.loads(said) if path.suffix == ".json" else _yaml(said)
@@ -171,6 +175,24 @@ def _value(what: str, action: argparse.Action, value: Any) -> Any:
     return items if action.nargs == "+" else items[0]
 
 
+def no_file(path: pathlib.Path) -> str:
+    return "a directory; name a file in it" if os.path.isdir(path) else "no such file"
+
+
+def misplaced(args: argparse.Namespace) -> Iterator[tuple[bool, str]]:
+    """Files and directories that are not there, or are something else."""
+    for name in ("prompts", "text", "eval_prompts"):
+        if (path := getattr(args, name)) and not os.path.isfile(path):
+            yield True, f"--{name.replace('_', '-')} {path}: {no_file(path)}"
+    for name in ("out", "corpus"):
+        if (path := getattr(args, name)) and (words := obstacle(path)):
+            yield True, f"--{name} {path}: {words}; name a directory"
+    for path in args.more_corpora:
+        if not os.path.isfile(path / "manifest.json"):
+            yield True, (f"--more-corpora {path}: no text of an earlier run, which has a manifest.json; give a run's "
+                         "corpus, as in runs/tables/corpus")  # fmt: skip
+
+
 def refusals(args: argparse.Namespace) -> list[tuple[Any, str]]:
     """What is wrong, and what to say about it."""
     ones = ("rows", "candidates", "batch", "accumulate", "layers", "log_every", "num_draft_tokens", "max_new_tokens")
@@ -180,19 +202,14 @@ def refusals(args: argparse.Namespace) -> list[tuple[Any, str]]:
         (getattr(args, name) < low, f"--{name.replace('_', '-')} must be {low} or more, not {getattr(args, name)}")
         for name, low in least.items()
     ]
-    files = [
-        (path and not path.is_file(), f"--{name.replace('_', '-')}: no file {path}")
-        for name in ("prompts", "text", "eval_prompts") for path in [getattr(args, name)]
-    ]  # fmt: skip
     student, maximum = args.student, {"steps": args.steps, "depth": args.depth}
     return [
         (student is None, f"--student is missing: choose one of {', '.join(STUDENTS)}"),
         (args.out is None, "--out is missing: the directory of the run"),
-        *numbers, *files, *devices.refusals(args),
+        *numbers, *misplaced(args), *devices.refusals(args),
         *((value is not None and value < 1, f"--{name} must be 1 or more, not {value}") for name, value in
           maximum.items()),
         (args.prompts and args.text, "--prompts and --text exclude each other"),
-        (args.out is not None and args.out.exists() and not args.out.is_dir(), f"--out: {args.out} is a file"),
         (not 0 < args.epochs < 1e6, f"--epochs must be above 0, below a million, not {args.epochs}"),
         (args.seed >= 2**31, f"--seed must be below 2**31, not {args.seed}"),
         (args.candidates > 8, f"--candidates is at most 8, what the text keeps, not {args.candidates}"),

@@ -41,9 +41,17 @@ def script():
         ("--student medusa --out x --on-policy 2", "needs --student draft-lm"),
         ("--student tables --out x --depth 2", "needs a head"),
         ("--student eagle3 --out x --mesh 8", "two numbers"),
-        ("--student eagle3 --out x --text nowhere.txt", "no file nowhere.txt"),
-        ("--student eagle3 --out README.md", "is a file"),
-        ("--student eagle3 --out x --config nowhere.json", "no file nowhere.json"),
+        ("--student eagle3 --out x --text nowhere.txt", "--text nowhere.txt: no such file"),
+        ("--student eagle3 --out x --text docs", "--text docs: a directory; name a file in it"),
+        ("--student eagle3 --out x --prompts docs", "--prompts docs: a directory"),
+        ("--student eagle3 --out x --eval-prompts nowhere", "--eval-prompts nowhere: no such file"),
+        ("--student eagle3 --out x --corpus README.md", "README.md is a file; name a directory"),
+        ("--student eagle3 --out x --corpus README.md/corpus", "README.md is a file; name a directory"),
+        ("--student eagle3 --out x --more-corpora docs nowhere", "--more-corpora docs: no text of an earlier run"),
+        ("--student eagle3 --out " + 300 * "x", "a name of 300 characters is longer than file systems take"),
+        ("--student eagle3 --out README.md", "README.md is a file; name a directory"),
+        ("--student eagle3 --out README.md/run", "README.md is a file; name a directory"),
+        ("--student eagle3 --out x --config nowhere.json", "--config nowhere.json: no such file"),
     ],
 )
 def test_the_parser_refuses(script, capsys, monkeypatch, line, words):
@@ -188,8 +196,19 @@ def test_a_directory_keeps_to_one_student(script, text, tmp_path, monkeypatch):
     assert not (tmp_path / "run" / "corpus").exists()
 
 
+@pytest.mark.parametrize(("manifest", "words"), [
+    ("{", "manifest.json is damaged"), ('{"format": 1}', "has no complete shard yet"), ("[1]", "it holds .1."),
+])  # fmt: skip
+def test_text_of_an_earlier_run_that_is_none_is_named_with_its_option(
+    script, text, tmp_path, monkeypatch, manifest, words
+):
+    (tmp_path / "manifest.json").write_text(manifest)
+    with pytest.raises(SystemExit, match=rf"--more-corpora {tmp_path}: .*{words}.*or leave it out"):
+        run(script, monkeypatch, small(text, tmp_path / "run") + f"--student tables --more-corpora {tmp_path}")
+    assert not (tmp_path / "run").exists()
+
+
 @pytest.mark.parametrize(("made", "words"), [
-    ("file", "file is a file; name a directory"),
     ("run/drafter/notes.txt", r"no place there: .*holds no checkpoint but \['notes.txt'\]"),
     ("run/student.json", r"student\.json"),
 ])  # fmt: skip
@@ -198,9 +217,8 @@ def test_a_directory_the_drafter_could_not_be_written_to_is_refused_first(
 ):
     (tmp_path / made).parent.mkdir(parents=True, exist_ok=True)
     (tmp_path / made).write_text("")
-    out = tmp_path / "file" / "run" if made == "file" else tmp_path / "run"
     with pytest.raises(SystemExit, match=words):
-        run(script, monkeypatch, small(text, out) + "--student tables")
+        run(script, monkeypatch, small(text, tmp_path / "run") + "--student tables")
     assert not (tmp_path / "run" / "corpus").exists()
 
 
