@@ -163,6 +163,8 @@ def _value(what: str, action: argparse.Action, value: Any) -> Any:
         if not isinstance(value, bool):
             raise ValueError(f"{what}={value!r}: must be true or false")
         return value
+    if isinstance(value, list) and action.dest == "mesh":
+        value = ",".join(map(str, value))
     if isinstance(value, (bool, dict)) or (isinstance(value, list) and action.nargs != "+"):
         raise ValueError(f"{what}={value!r}: must be one value")
     kind: Any = action.type or str

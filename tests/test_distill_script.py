@@ -63,12 +63,14 @@ def test_the_parser_refuses(script, capsys, monkeypatch, line, words):
 def test_a_file_holds_options_and_the_command_line_wins(script, tmp_path, suffix):
     path = tmp_path / f"run.{suffix}"
     if suffix == "json":
-        path.write_text(json.dumps({"student": "mtp", "tokens": "20k", "out": "x", "target-head": False, "batch": 4}))
+        path.write_text(json.dumps({"student": "mtp", "tokens": "20k", "out": "x", "target-head": False, "batch": 4,
+                                    "mesh": [2, 2]}))  # fmt: skip
     else:
         pytest.importorskip("yaml")
-        path.write_text("student: mtp\ntokens: 20k\nout: x\ntarget-head: false\nbatch: 4\n")
+        path.write_text("student: mtp\ntokens: 20k\nout: x\ntarget-head: false\nbatch: 4\nmesh: 2,2\n")
     args = script.parse(["--config", str(path), "--batch", "6"])
     assert (args.student, args.tokens, args.batch, str(args.corpus)) == ("mtp", 20_000, 6, "x/corpus")
+    assert args.mesh == "2,2"
 
 
 @pytest.mark.parametrize(
@@ -78,6 +80,7 @@ def test_a_file_holds_options_and_the_command_line_wins(script, tmp_path, suffix
         ({"student": "hydra"}, "choose one of tables"),
         ({"batch": "many"}, "batch='many'"),
         ({"batch": True}, "must be one value"),
+        ({"student": "mtp", "mesh": [2]}, "--mesh 2: give two numbers, 1 or more, as in 8,1"),
         ({"remat": "yes"}, "must be true or false"),
         ([1], "options by name"),
     ],
