@@ -172,16 +172,23 @@ def refuse(mesh: Mesh, config: Any, rules: Rules = RULES) -> None:
     """Refuses a configuration (or None) of which the mesh cannot share out the layers.
 
     Raises:
-      ValueError: naming the size, the mesh and what would do.
+      ValueError: naming the mesh, the size and the numbers that fit; a note says how to keep it whole.
     """
-    for axis, name in (("heads", "num_heads"), ("ffn", "intermediate_size")):
-        size, over = getattr(config, name, None), getattr(rules, axis)
-        if size is not None and over is not None and size % mesh.shape[over]:
-            raise ValueError(
-                f"{name}={size} cannot be shared out over {over}={mesh.shape[over]}: give a mesh whose {over} divides "
-                "it, or load without one and keep it whole on every device with specjax.sharding.place(mesh, lm, "
-                f"specjax.sharding.Rules({axis}=None))"
-            )
+    sizes = {axis: (name, getattr(config, name, None)) for axis, name in (("heads", "num_heads"),
+                                                                         ("ffn", "intermediate_size"))}  # fmt: skip
+    for axis, (name, size) in sizes.items():
+        over = getattr(rules, axis)
+        if size is None or over is None or size % mesh.shape[over] == 0:
+            continue
+        together = [count for other, (_, count) in sizes.items() if count and getattr(rules, other) == over]
+        fit = [parts for parts in range(1, jax.device_count() + 1) if not any(count % parts for count in together)]
+        error = ValueError(
+            f"mesh={','.join(map(str, mesh.shape.values()))}: {name}={size} cannot be shared out over "
+            f"{over}={mesh.shape[over]}; with {jax.device_count()} devices {over} may be {' or '.join(map(str, fit))}"
+        )
+        error.add_note(f"Or load without a mesh and keep it whole on every device: specjax.sharding.place(mesh, lm, "
+                       f"specjax.sharding.Rules({axis}=None))")  # fmt: skip
+        raise error
 
 
 def on_mesh(mesh: Mesh, model: Model, rules: Rules = RULES) -> Model:

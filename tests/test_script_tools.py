@@ -55,12 +55,13 @@ def test_what_cannot_be_done_is_one_line_and_a_fault_is_a_traceback(tools):
     ("lower max_new_tokens or pass on_capacity='truncate'", "lower --max-new-tokens or pass --on-capacity truncate"),
     ("coupled=True with rule='block': no", "--coupled with --rule block: no"),
     ("drafter=LanguageModel(...): a model", "--drafter LanguageModel(...): a model"),
+    ("mesh=1,3: num_heads=4 over model=3; model may be 1", "--mesh 1,3: num_heads=4 over model=3; model may be 1"),
     ("seed=-1: seeds are 0..2**32 - 1", "--seed -1: seeds are 0..2**32 - 1"),
     ("the rule, the drafter and the seed; vocab_size=3", "the rule, the drafter and the seed; vocab_size=3"),
     ("runs/top_p.json and my_top_p and top_p_max", "runs/top_p.json and my_top_p and top_p_max"),
 ])  # fmt: skip
 def test_errors_name_the_options_of_the_script(tools, said, options):
-    names = ("top_p", "max_new_tokens", "on_capacity", "coupled", "rule", "drafter", "seed")
+    names = ("top_p", "max_new_tokens", "on_capacity", "coupled", "rule", "drafter", "seed", "mesh", "model")
     assert ending(tools, ValueError(said), **dict.fromkeys(names)) == f"ValueError: {options}"
 
 
