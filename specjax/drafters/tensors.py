@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from specjax.models.huggingface import check_type
+from specjax.models.huggingface import numbers_of
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -16,7 +16,7 @@ def one_file(file: pathlib.Path) -> tuple[Shapes, Callable[[str], np.ndarray]]:
 
     Raises:
       FileNotFoundError: no such file; names PyTorch files that would have to be converted.
-      ValueError: not a safetensors file, or weights that are no floating point numbers.
+      ValueError: not a safetensors file, or weights that are no floating point numbers that numpy has.
     """
     import safetensors
 
@@ -30,8 +30,7 @@ def one_file(file: pathlib.Path) -> tuple[Shapes, Callable[[str], np.ndarray]]:
         raise ValueError(f"{file} is truncated or not a safetensors file: {error}") from error
 
     def read(name: str) -> np.ndarray:
-        check_type(opened.get_slice(name).get_dtype(), name, file)
-        return opened.get_tensor(name)
+        return numbers_of(opened.get_slice(name).get_dtype(), name, file, lambda: opened.get_tensor(name))
 
     return {name: tuple(opened.get_slice(name).get_shape()) for name in names}, read
 

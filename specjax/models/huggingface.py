@@ -91,12 +91,22 @@ class SafetensorsFiles:
         return self._where[name].get_tensor(name)
 
     def _numbers(self, name: str, read: Callable[[], np.ndarray]) -> np.ndarray:
-        kind = self.type_of(name)
-        check_type(kind, name, self._file_of[name])
-        try:
-            return read()
-        except (AttributeError, TypeError, KeyError) as error:  # what safetensors raises for 8-bit floats
-            raise ValueError(f"{self._file_of[name]}: tensor {name!r} has the unsupported type {kind}") from error
+        return numbers_of(self.type_of(name), name, self._file_of[name], read)
+
+
+def numbers_of(kind: str, name: str, file: pathlib.Path, read: Callable[[], np.ndarray]) -> np.ndarray:
+    """What ``read`` reads of a tensor that is stored in a type.
+
+    Raises:
+      ValueError: naming file, tensor and type if they are no floating point numbers, or some that numpy cannot hold.
+    """
+    check_type(kind, name, file)
+    try:
+        return read()
+    except (AttributeError, TypeError, KeyError) as error:  # what safetensors raises for 8-bit floats
+        raise ValueError(
+            f"{file}: tensor {name!r} has the unsupported type {kind}; convert it to BF16, F16 or F32"
+        ) from error
 
 
 def check_type(kind: str, name: str, file: pathlib.Path) -> None:

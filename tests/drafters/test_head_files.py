@@ -71,6 +71,12 @@ def test_medusa_heads_read_from_the_published_layout_draft_what_numpy_says(tmp_p
     np.testing.assert_array_equal(proposal_of(drafter, state).tokens[known], np.stack(expected, axis=1)[known])
 
 
+def test_medusa_heads_in_8_bit_floats_are_refused_by_name_and_type(tmp_path):
+    folder, _ = published(tmp_path / "m", **{"0.0.linear.weight": np.ones((HIDDEN, HIDDEN), ml_dtypes.float8_e4m3fn)})
+    with pytest.raises(ValueError, match=r"tensor '0.0.linear.weight' has the unsupported type F8_E4M3; convert it to"):
+        read_medusa(folder)
+
+
 def test_medusa_files_that_hold_more_heads_than_they_say_are_read_whole(tmp_path):
     """As some published ones do."""
     folder, _ = published(tmp_path / "m", heads=4)
