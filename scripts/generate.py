@@ -20,7 +20,7 @@ import time
 
 import devices
 import draft_sources
-from generate_options import check_ranges, options, parse, read_prompts
+from generate_options import check_ranges, check_tokenizer, options, parse, read_prompts
 from script_tools import keep_programs, measured, progress, rival, run_script
 
 
@@ -214,6 +214,7 @@ def work(args: argparse.Namespace) -> None:
 
     keep_programs()
     check_ranges(args)
+    check_tokenizer(args)
     if args.drafter != "none":
         print(f"drafter: {draft_sources.choose(args.drafter, args.model).label}", file=sys.stderr)
     print(f"loading {args.model} and compiling (about a minute the first time) ...", file=sys.stderr, flush=True)

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 import pathlib
 import sys
 
@@ -99,6 +100,15 @@ def check_ranges(args: argparse.Namespace) -> None:
     if args.num_draft_tokens is not None:
         specjax.drafters.ngram(args.num_draft_tokens)  # all drafters have this range
     draft_sources.parse_tree(args.tree)
+
+
+def check_tokenizer(args: argparse.Namespace) -> None:
+    """Prompts are text: a checkpoint without tokenizer is refused before its weights are read."""
+    path = pathlib.Path(args.model).expanduser()
+    known = any(os.path.isfile(path / name) for name in ("config.json", "specjax.json"))
+    if known and not os.path.isfile(path / "tokenizer.json"):
+        raise ValueError(f"--model {args.model} has no tokenizer.json, and prompts are text: put the model's there, or "
+                         "give token ids to specjax.generate")  # fmt: skip
 
 
 def read_prompts(args: argparse.Namespace) -> list[str]:

@@ -54,6 +54,13 @@ def test_the_parser_refuses(script, capsys, line, words):
     assert words in scripts.refusal(script.parse, line.split(), capsys)
 
 
+def test_a_checkpoint_without_tokenizer_is_refused_before_it_is_loaded(script, monkeypatch):
+    monkeypatch.setattr(specjax, "load", lambda *args, **options: pytest.fail("it was loaded"))
+    monkeypatch.setattr(sys, "argv", ["generate.py", "hi", "--model", str(scripts.TINY)])
+    with pytest.raises(SystemExit, match=r"--model \S+ has no tokenizer.json, and prompts are text: put the model's"):
+        script.main()
+
+
 @pytest.mark.parametrize("given, words", [
     ({"NUM_PROCESSES": "2"}, "has JAX_NUM_PROCESSES of JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES, JAX_PROCESS_ID"),
     ({"COORDINATOR_ADDRESS": "a:1", "NUM_PROCESSES": "two", "PROCESS_ID": "0"}, "has JAX_NUM_PROCESSES=two: set"),
