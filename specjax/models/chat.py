@@ -54,20 +54,36 @@ def render(
       variables: anything else the template reads, e.g. ``tools`` or ``date_string``.
 
     Raises:
-      ValueError: with the template's own words if it refuses the conversation (``raise_exception``), or with the
-        line if it is not valid jinja2.
+      ValueError: with the template's own words if it refuses the conversation (``raise_exception``); see `compiled`.
+    """
+    import jinja2
+
+    program = compiled(template)
+    try:
+        return program.render(
+            messages=messages_of(prompt), bos_token=bos_token, eos_token=eos_token,
+            add_generation_prompt=add_generation_prompt, **variables,
+        )
+    except jinja2.TemplateError as error:
+        raise ValueError(f"the chat template refused the conversation: {error}") from error
+
+
+def compiled(template: str) -> Any:
+    """The program of a template.
+
+    Raises:
+      ValueError: with the line if it is not valid jinja2.
     """
     import jinja2
 
     try:
-        return _compiled(template).render(
-            messages=messages_of(prompt), bos_token=bos_token, eos_token=eos_token,
-            add_generation_prompt=add_generation_prompt, **variables,
-        )
+        return _compiled(template)
     except jinja2.TemplateSyntaxError as error:
-        raise ValueError(f"the chat template is not valid jinja2, line {error.lineno}: {error.message}") from error
-    except jinja2.TemplateError as error:
-        raise ValueError(f"the chat template refused the conversation: {error}") from error
+        raise ValueError(
+            f"the checkpoint's chat template is not valid jinja2, line {error.lineno}: {error.message}; correct it "
+            "(in chat_template.jinja, tokenizer_config.json, specjax.json or the GGUF file), or pass plain text "
+            "without chat=True"
+        ) from error
 
 
 @functools.lru_cache(maxsize=8)

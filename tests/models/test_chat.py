@@ -50,9 +50,9 @@ def test_a_template_that_refuses_is_quoted():
         chat.render("{{ raise_exception('no system role here') }}", "hi")
 
 
-@pytest.mark.parametrize("template", ["{% for %}", "{{ 'a' "])
+@pytest.mark.parametrize("template", ["{% for %}", "{{ 'a' ", "{% if %}"])
 def test_a_template_that_is_not_jinja_is_refused_with_its_line(template):
-    with pytest.raises(ValueError, match="line 1"):
+    with pytest.raises(ValueError, match=r"the checkpoint's chat template .*line 1: .*pass plain text without chat"):
         chat.render(template, "hi")
 
 
