@@ -252,17 +252,8 @@ def judge(args, target, corpora, made: Student):
 
 
 def save_student(args, target, made: Student, params) -> None:
-    from specjax import processes
-    from specjax.drafters.checkpoint import MADE_FOR, save_drafter
-    from specjax.models import save
+    from specjax.drafters.checkpoint import save_drafter
 
-    if args.student == "draft-lm":
-        save(args.out / "drafter", made.config._replace(params=params), overwrite=True)
-        facts = {"name": args.target, "fingerprint": fingerprint(target)}
-        if processes.first():
-            (args.out / "drafter" / MADE_FOR).write_text(json.dumps(facts), encoding="utf-8")
-        processes.wait("draft model")
-        return
     own = "orbax" if args.student == "eagle1" else "speculators"
     save_drafter(
         args.out / "drafter", made.config, params, format=own, target=args.target, made_for=target, overwrite=True

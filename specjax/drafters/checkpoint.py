@@ -235,8 +235,10 @@ def save_drafter(
 
     Args:
       path: the directory to make.
-      config, params: the head, as its factory takes it; or `RecyclingConfig` and `Tables`.
-      format: "speculators", the published layout (Medusa has its own), or "orbax". Tables have their own.
+      config, params: the head, as its factory takes it; or `RecyclingConfig` and `Tables`; or a draft model, as
+        `specjax.load` returns it, and its params.
+      format: "speculators", the published layout (Medusa has its own), or "orbax". Tables have their own, and models
+        that of `specjax.models.save`.
       target: name or path of the target, for the record.
       made_for: the target; `load_drafter` refuses to use the drafter with another one.
       overwrite: replace what is there, if it is a checkpoint, a drafter or empty.
@@ -255,6 +257,8 @@ def save_drafter(
     target = str(target)
     if isinstance(config, RecyclingConfig):
         write = functools.partial(recycling_files.write, config=config, tables=params)
+    elif isinstance(config, LanguageModel):
+        write = orbax.writer(config._replace(params=params))
     else:
         write = _writer(config, params, format, target)
     mark = None if made_for is None else fingerprint(checked("made_for", made_for))

@@ -52,8 +52,13 @@ def save(path: str | pathlib.Path, lm: LanguageModel, *, overwrite: bool = False
       ValueError: if path is no path or lm no language model, as when the two are swapped; if an id that ends a text is
         outside the vocabulary.
     """
+    directory.by_first(path, overwrite, writer(lm))
+
+
+def writer(lm: LanguageModel) -> Callable[[pathlib.Path], None]:
+    """What writes a model into a directory. Of several processes all come here: each gets the whole of the weights."""
     params = processes.local(lm.params) if isinstance(lm, LanguageModel) else None
-    directory.by_first(path, overwrite, lambda folder: _save(folder, checked("lm", lm)._replace(params=params)))
+    return lambda folder: _save(folder, checked("lm", lm)._replace(params=params))
 
 
 def _save(folder: pathlib.Path, lm: LanguageModel) -> None:

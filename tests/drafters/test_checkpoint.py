@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import json
 import shutil
+import types
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +19,7 @@ from safetensors.numpy import load_file, save_file
 
 import specjax
 from specjax import sharding
-from specjax.drafters import eagle_files, recurrent
+from specjax.drafters import checkpoint, eagle_files, recurrent
 from specjax.drafters.checkpoint import FORMATS, MANIFEST, load_drafter, read, save_drafter
 from specjax.drafters.dflash import DFlashConfig
 from specjax.drafters.dflash import fresh_params as dflash_params
@@ -321,6 +322,19 @@ def test_the_reference_survives_a_round_trip_with_its_embedding_in_bfloat16_too(
         again, other = read(tmp_path / dtype, dtype=dtype)
         assert again == config
         assert_same(params, other)
+
+
+def test_a_draft_model_appears_with_the_target_it_was_made_for_or_not_at_all(tmp_path, monkeypatch):
+    lm = target()
+    save_drafter(tmp_path / "x", lm._replace(params=()), lm.params, target="org/name", made_for=lm)
+    assert_same(specjax.load(tmp_path / "x").params, lm.params)
+    assert load_drafter(tmp_path / "x", lm).num_draft_tokens > 0
+    with pytest.raises(ValueError, match="x was made for org/name with fingerprint"):
+        load_drafter(tmp_path / "x", small_target())
+    monkeypatch.setattr(checkpoint, "json", types.SimpleNamespace(dumps=lambda *args, **kwargs: 1 / 0))
+    with pytest.raises(ZeroDivisionError):
+        save_drafter(tmp_path / "y", lm, lm.params, made_for=lm)
+    assert [path.name for path in tmp_path.iterdir()] == ["x"]
 
 
 def test_saving_refuses_what_it_must(tmp_path):
