@@ -322,12 +322,13 @@ def _save(folder: pathlib.Path, config: Any, params: PyTree, target: str) -> Non
 
 def _restore(path: pathlib.Path, dtype: Any) -> tuple[Any, PyTree]:
     manifest = read_json(path / MANIFEST)
-    if manifest.get("format") not in orbax._FORMATS or manifest.get("kind") not in KINDS:
+    if not orbax.known_format(manifest) or manifest.get("kind") not in KINDS:
         raise ValueError(
             f"{path / MANIFEST} has format {manifest.get('format')!r} and kind {manifest.get('kind')!r}; this version "
             f"of specjax reads formats {orbax._FORMATS} of {', '.join(KINDS)}"
         )
-    orbax.check_entries(path / MANIFEST, manifest, files=dict, config=dict, weights=list)
+    orbax.check_files(path / MANIFEST, manifest)
+    orbax.check_entries(path / MANIFEST, manifest, config=dict, weights=list)
     kind, settings = KINDS[manifest["kind"]], manifest["config"]
 
     def make():

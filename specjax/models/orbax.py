@@ -102,12 +102,7 @@ def load(
     with checked_files(path / "params", manifest):
         params = _restore(path / "params", stored, older, scan_layers=scan_layers, quantise=quantise,
                           put=putting(mesh), progress=progress)  # fmt: skip
-    text = None
-    if (ids := manifest["tokenizer"]) is not None:
-        file = path / "tokenizer.json"
-        if not file.exists():
-            raise FileNotFoundError(f"{path} is incomplete: {file.name} is missing")
-        text = tokenizer.from_json(huggingface.read_text(file), source=str(file), **ids)
+    text = read_tokenizer(path, manifest)
     config = for_tokens(config, text)
     model = llama.model(config, dtype=dtype, scan_layers=scan_layers)
     return LanguageModel(
@@ -128,13 +123,13 @@ def read_manifest(path: pathlib.Path) -> tuple[dict[str, Any], LlamaConfig]:
     """
     file, none = path / MANIFEST, type(None)
     manifest = huggingface.read_json(file)
-    if manifest.get("format") not in _FORMATS or manifest.get("family") != "llama":
+    if not known_format(manifest) or manifest.get("family") != "llama":
         raise ValueError(
             f"{file} has format {manifest.get('format')!r} and family {manifest.get('family')!r}; "
             f"this version of specjax reads formats {_FORMATS}, family 'llama'"
         )
-    check_entries(file, manifest, files=dict, config=dict, eos_ids=list, tokenizer=(dict, none),
-                  chat_template=(str, none))  # fmt: skip
+    check_files(file, manifest)
+    check_entries(file, manifest, config=dict, eos_ids=list, tokenizer=(dict, none), chat_template=(str, none))
     if (ids := manifest["tokenizer"]) is not None:
         check_entries(file, ids, bos_id=(int, none), eos_id=(int, none))
         manifest["tokenizer"] = {name: ids[name] for name in ("bos_id", "eos_id")}
@@ -143,12 +138,47 @@ def read_manifest(path: pathlib.Path) -> tuple[dict[str, Any], LlamaConfig]:
     return manifest, config
 
 
+def read_tokenizer(path: pathlib.Path, manifest: Mapping[str, Any]) -> tokenizer.Tokenizer | None:
+    """The tokenizer, None if the model was saved without one.
+
+    Raises:
+      FileNotFoundError, ValueError: naming the file that is missing or not understood.
+    """
+    if manifest["tokenizer"] is None:
+        return None
+    file = path / "tokenizer.json"
+    if not file.exists():
+        raise FileNotFoundError(f"{path} is incomplete: {file.name} is missing")
+    return tokenizer.from_json(huggingface.read_text(file), source=str(file), **manifest["tokenizer"])
+
+
 def check_entries(file: pathlib.Path, manifest: Mapping[str, Any], **kinds: Any) -> None:
     """Refuses a manifest in which an entry is missing or of another type, naming both."""
     for key, kind in kinds.items():
         if key not in manifest or not isinstance(manifest[key], kind):
             what = f"= {show(manifest[key])} is not understood" if key in manifest else "is missing"
             raise ValueError(f"{file}: {key} {what}; {_WHY}")
+
+
+def known_format(manifest: Mapping[str, Any]) -> bool:
+    """Whether a manifest has a format that is read; True is not 1."""
+    return type(manifest.get("format")) is int and manifest["format"] in _FORMATS
+
+
+def check_files(file: pathlib.Path, manifest: Mapping[str, Any]) -> None:
+    """Refuses a manifest in which a weight file has a size, or a checksum, that is none; names entry and value."""
+    kinds = {"files": 2**63}
+    if "crc32" in manifest:  # older versions wrote none
+        kinds["crc32"] = 2**32
+    check_entries(file, manifest, **dict.fromkeys(kinds, dict))
+    if not manifest["files"]:
+        raise ValueError(f"{file}: files = {{}} names no file of weights; {_WHY}")
+    for key, limit in kinds.items():
+        for name in manifest["files"]:
+            value = manifest[key].get(name)
+            if type(value) is not int or not 0 <= value < limit:
+                what = f"= {show(value)} is no {'number of bytes' if key == 'files' else 'CRC-32'}"
+                raise ValueError(f"{file}: {key}[{name!r}] {what if name in manifest[key] else 'is missing'}; {_WHY}")
 
 
 def understood(file: pathlib.Path, make: Callable[[], T]) -> T:
@@ -211,8 +241,7 @@ def checked_files(folder: pathlib.Path, manifest: Mapping[str, Any]) -> Iterator
       FileNotFoundError, ValueError: naming the file that is missing or has changed.
     """
     check_sizes(folder, manifest)
-    sums = manifest.get("crc32") or {}  # older versions wrote none
-    check_entries(folder.parent, {"crc32": sums}, crc32=dict)
+    sums = manifest.get("crc32", {})  # older versions wrote none
     pool, failed = ThreadPoolExecutor(_THREADS), None
     try:
         found = {name: pool.submit(_crc32, folder / name) for name in manifest["files"] if name in sums}

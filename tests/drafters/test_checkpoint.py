@@ -376,11 +376,13 @@ def test_saving_refuses_what_it_must(tmp_path):
         read(tmp_path / "x")
     for change, message in (
         ({"files": []}, r"specjax_drafter.json: files = \[\] is not understood"),
+        ({"crc32": {}}, r"specjax_drafter.json: crc32\['\w+'\] is missing"),
+        ({"format": True}, "has format True and kind 'eagle'"),
         ({"weights": None}, r"specjax_drafter.json: weights = None is not understood"),
         ({"config": {**manifest["config"], "wings": 2}}, r"drafter.json: config is not .*'wings'.* newer version"),
         ({"config": {**manifest["config"], "layers": {}}}, r"drafter.json: config is not .*'rope_scaling'"),
     ):
-        (tmp_path / "x" / MANIFEST).write_text(json.dumps(manifest | {"crc32": {}} | change))
+        (tmp_path / "x" / MANIFEST).write_text(json.dumps(manifest | change))
         with pytest.raises(ValueError, match=message):
             read(tmp_path / "x")
     assert "ids" in abstract_params(config)
