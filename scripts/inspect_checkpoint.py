@@ -17,7 +17,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
-from specjax.models import families, fetch, huggingface, llama_params, orbax, tokenizer
+from specjax.models import chat, families, fetch, huggingface, llama_params, orbax, tokenizer
 from specjax.models.config import LlamaConfig
 from specjax.models.gguf import GGUFFile
 from specjax.models.gguf_config import config_of
@@ -90,8 +90,7 @@ def opened(path: pathlib.Path) -> Found:
         raise FileNotFoundError(f"{path} does not exist; known names: {', '.join(fetch.NAMED)}")
     file = GGUFFile(path)
     text, config = tokenizer.from_gguf(file.metadata, str(path)), config_of(file)
-    words = f"{file.metadata.get('tokenizer.ggml.model')}, {0 if text is None else text.vocab_size} tokens"
-    words += " with a chat template" if file.metadata.get("tokenizer.chat_template") else ""
+    words = spoken(text, file.metadata.get("tokenizer.chat_template"), str(file.metadata["tokenizer.ggml.model"]))
     kind, types = f"GGUF, architecture {file.architecture}", [info.type for info in file.tensors.values()]
     return Found(kind, config, file.shapes, types, words, lambda: tensors_of(file, config, path))
 
@@ -105,8 +104,7 @@ def directory(path: pathlib.Path) -> Found:
         huggingface.check_type(files.type_of(name), name, path)
     eos_id = config.eos_ids[0] if config.eos_ids else None
     text = tokenizer.from_directory(path, bos_id=config.bos_id, eos_id=eos_id)
-    words = f"tokenizer.json, {text.vocab_size} tokens" if text else "none"
-    words += " with a chat template" if huggingface.chat_template_of(path) else ""
+    words = spoken(text, huggingface.chat_template_of(path))
     return Found("Hugging Face layout", config, files.shapes, map(files.type_of, files.shapes), words,
                  lambda: tensors_of(files, config, path))  # fmt: skip
 
@@ -124,19 +122,28 @@ def saved(path: pathlib.Path) -> Found:
 
     (manifest, config), folder = orbax.read_manifest(path), path / "params"
     orbax.check_sizes(folder, manifest)
-    text, template = "none", manifest["chat_template"]
-    if (words := manifest["tokenizer"]) is not None:
-        file = path / "tokenizer.json"
-        read = tokenizer.from_json(huggingface.read_text(file), source=str(file), **words)
-        text = f"tokenizer.json, {read.vocab_size} tokens"
+    text = spoken(orbax.read_tokenizer(path, manifest), manifest["chat_template"])
     needed = orbax._named(llama_params.abstract_params(config))
     orbax._check_shapes(folder, needed)
     with ocp.StandardCheckpointer() as checkpointer:
         stored = checkpointer.metadata(folder.absolute()).item_metadata
     shapes = {name: tuple(stored[name].shape) for name in needed}
     types = [str(stored[name].dtype) for name in needed]
-    return Found("written by specjax.models.save", config, shapes, types,
-                 text + (" with a chat template" if template else ""), list)  # fmt: skip
+    return Found("written by specjax.models.save", config, shapes, types, text, list)
+
+
+def spoken(text: tokenizer.Tokenizer | None, template: str | None, kind: str = "tokenizer.json") -> str:
+    """Tokenizer and chat template in words."""
+    if text is None:
+        return "none: it would load for token ids alone; put the model's tokenizer.json there for text"
+    words = f"{kind}, {text.vocab_size} tokens"
+    if not template:
+        return f"{words}, no chat template: chat=True would be refused"
+    try:
+        chat.compiled(template)
+    except ValueError as error:
+        return f"{words}; {error}"
+    return f"{words} with a chat template"
 
 
 def runs(values: tuple[Any, ...]) -> str:

@@ -143,10 +143,31 @@ def test_inspection_of_our_own_checkpoints_says_what_load_does(scripts, tmp_path
     assert inspected(scripts, capsys, tmp_path / "own") == (0, "would load")
     manifest = json.loads((tmp_path / "own" / "specjax.json").read_text())
     config = {key: value for key, value in manifest["config"].items() if key != "hidden_size"}
-    for changes in ({"format": 9}, {"config": config}, {"config": []}, {"files": {"_METADATA": 1}}, {"tokenizer": 3}):
+    for changes in ({"format": 9}, {"config": config}, {"config": []}, {"files": {"_METADATA": 1}}, {"tokenizer": 3},
+                    {"crc32": dict.fromkeys(manifest["crc32"], "9")}, {"crc32": {}}, "missing", "{}"):  # fmt: skip
+        if isinstance(changes, str):
+            (tmp_path / "own" / "tokenizer.json").unlink(missing_ok=True)
+            if changes != "missing":
+                (tmp_path / "own" / "tokenizer.json").write_text(changes)
+            changes = {}
         (tmp_path / "own" / "specjax.json").write_text(json.dumps(manifest | changes))
         status, line = inspected(scripts, capsys, tmp_path / "own")
-        assert status == 1 and line.startswith("would not load: ") and str(tmp_path / "own") in line
+        with pytest.raises((ValueError, OSError)) as error:
+            load(tmp_path / "own")
+        assert status == 1 and line == f"would not load: {error.value}"
+
+
+def test_inspection_says_what_is_missing_for_text_and_for_chat(scripts, tmp_path, capsys):
+    for template, words in (
+        (None, "tokens, no chat template: chat=True would be refused"),
+        ("{{ messages[0].content }}", "a chat template"),
+        ("{% if %}", "tokens; the checkpoint's chat template is not valid jinja2, line 1: "),
+    ):
+        more = {} if template is None else {"tokenizer.chat_template": template}
+        tiny.write_gguf(tmp_path / "m.gguf", **more)
+        assert scripts[0].main([str(tmp_path / "m.gguf")]) == 0 and words in capsys.readouterr().out
+    assert scripts[0].main([str(tiny.TINY_MODELS / "qwen2_bias")]) == 0
+    assert "tokenizer: none: it would load for token ids alone" in capsys.readouterr().out
 
 
 def test_inspection_refuses_a_tokenizer_or_a_tied_head_that_load_refuses(scripts, tmp_path, capsys):
