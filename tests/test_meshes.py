@@ -9,13 +9,19 @@ from flax import nnx
 
 import specjax
 from specjax import Heuristic, LanguageModel, drafters, engine, loop, sharding, tree
+from specjax.drafters import DFlashConfig, MedusaConfig, MTPConfig
 from specjax.drafters.eagle import EagleConfig, eagle, fresh_params
 from specjax.models import llama
 from specjax.models.config import LlamaConfig
 from specjax.models.nnx import from_nnx
+from specjax.static import bind
+from specjax.train import initial, students, trainer
 from specjax.train.evaluate import Prompt, evaluate
+from specjax.train.settings import Settings
+from specjax.train.types import Batch, Mean
 from tests.small import ToyTokenizer
 from tests.test_sharding import PROMPTS, parts
+from tests.train_world import drawn
 
 MESHES = [(1, 1), (8, 1), (1, 8), (2, 4)]
 V = 64
@@ -144,3 +150,49 @@ def test_slots_on_a_mesh_say_the_same(shape, rule, temperature, monkeypatch):
     state = made[0]._state.state
     for cache in (state.cache, state.drafter.cache):
         assert parts(cache.k[0]) == {(8 // shape[0], 8 // shape[1], 256, 4)}
+
+
+# --- training
+
+STUDENTS = {
+    "medusa": MedusaConfig(32, V, 2), "eagle": HEAD, "mtp": MTPConfig(CONFIG, (1,)),
+    "dflash": DFlashConfig(CONFIG, (0, 1), 0, 3),
+}  # fmt: skip
+
+
+def together(losses, params, given, batch, key):
+    """Students side by side: one program, one reading of the target."""
+    found = {name: loss(params[name], given, batch, key) for name, loss in losses}
+    total = sum(total for total, _ in found.values())
+    return total, {"loss": Mean(total, batch.counts.sum(dtype="float32"))} | {
+        name: metrics["loss"] for name, (_, metrics) in found.items()
+    }
+
+
+def batches(step):
+    rng = np.random.default_rng([5, step])
+    return Batch(rng.integers(0, V, (8, 12)).astype(np.int32), rng.random((8, 12)) < 0.8)
+
+
+def learnt(lm, mesh=None):
+    """Three steps of every student; a large eps, for the size of a gradient to show."""
+    params = {name: drawn(jax.eval_shape(lambda config=config: initial.params_for(config, alone())), 5, 0.1)
+              for name, config in STUDENTS.items()} | {"draft model": close(alone()).params}  # fmt: skip
+    losses = [(name, students.loss_of(student, lm, depth=2)) for name, student in STUDENTS.items()]
+    losses.append(("draft model", students.loss_of(alone()._replace(model=lm.model), lm)))
+    settings = Settings(steps=3, warmup=1, learning_rate=0.1, eps=1.0, log_every=3)
+    loss = bind(together, tuple(losses))
+    return trainer.fit(loss, params, batches, settings, given=lm.params, mesh=mesh, progress=False)
+
+
+@pytest.mark.full
+def test_every_student_learns_the_same_on_a_mesh():
+    mesh = sharding.make_mesh(2, 4)
+    here, there = learnt(alone()), learnt(sharding.place(mesh, alone()), mesh)
+    for name in ("loss", "gradient_norm", "draft model", *STUDENTS):
+        assert here.history[name][0] != here.history[name][-1]
+        np.testing.assert_allclose(there.history[name], here.history[name], rtol=1e-5, err_msg=name)
+    for ours, theirs in zip(jax.tree.leaves(there.params), jax.tree.leaves(here.params), strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=1e-6)
+    for name in ("eagle", "draft model"):
+        assert parts(there.params[name]["layers"][0]["o"]) == {(8, 32)}
