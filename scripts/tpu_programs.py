@@ -211,10 +211,11 @@ class Programs:
         """`specjax.train.generate.run`, which writes the text of distillation: a token into every row."""
         from specjax.train import generate
 
-        opening, ids = (jax.ShapeDtypeStruct((size,), jnp.int32) for size in (8, 16))
+        shape: Any = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
+        opening, ids = shape((8,)), shape((16,))
         begin = functools.partial(generate.begin, self.lm.model, self.batch, self.width)
         state = self.rows(jax.eval_shape(begin, self.weights.target, opening))
-        template = generate.Template(ids, opening, jax.ShapeDtypeStruct((), jnp.int32))
+        template = generate.Template(ids, opening, shape(()))
         key = jax.eval_shape(lambda: jax.random.key(0))
         params, steps = self.weights.target, generate.STEPS
         return generate.run.lower(self.lm.model, steps, params, key, template, state).compile()
