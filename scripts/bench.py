@@ -225,6 +225,7 @@ def work(args: argparse.Namespace) -> int:
         if args.json:
             write(args.json, json.dumps(found, indent=1).encode())
         return 0
+    args.dtype = args.dtype or [next(iter(bench_parts.quickest(models)))]
     how = bench_runs.How(args.max_new_tokens, args.seed, args.ignore_eos)
     texts = [encode(models["float32"], prompt) for prompt in chosen]
     bench = Bench(args)

@@ -79,22 +79,36 @@ def timed(call) -> float:
     return time.perf_counter() - start
 
 
-def compare(lm, prompts: list[str], drafter, args: argparse.Namespace) -> dict:
+def load(args: argparse.Namespace, mesh) -> dict:
+    """The model, and with --compare its rival in plain decoding, by the type of their weights. --dtype that was left
+    open becomes the type that reads windows faster."""
+    import specjax
+
+    undecided = args.dtype is None
+    args.dtype = args.dtype or "bfloat16"
+    other = rival(args.dtype) if undecided or args.compare else None
+    models = {dtype: specjax.load(args.model, dtype=dtype, mesh=mesh) for dtype in (args.dtype, other) if dtype}
+    if undecided and other:
+        from bench_parts import quickest
+
+        found = quickest(models)
+        args.dtype = next(iter(found))
+        times = ", ".join(f"{dtype} {ms:.0f} ms" for dtype, ms in found.items())
+        print(f"a window of 8 tokens takes {times}: drafts are read in {args.dtype}", file=sys.stderr, flush=True)
+    return models if args.compare else {args.dtype: models[args.dtype]}
+
+
+def compare(models: dict, prompts: list[str], drafter, args: argparse.Namespace) -> dict:
     """Plain and speculative decoding in turn, one prompt at a time; wall clock of whole calls, prefill included.
 
     Plain decoding is timed with both weight types, on an accelerator not in float32 if --dtype is bfloat16, and the
     faster one is the baseline. Without --json every answer
     and its numbers are printed at once. Ctrl-C ends it after the prompts finished so far.
     """
-    import specjax
-
-    rule = args.rule or drafter.default_rule
+    lm, rule = models[args.dtype], args.rule or drafter.default_rule
     rows: list[dict] = []
     interrupted = False
     try:
-        models, other = {args.dtype: lm}, rival(args.dtype)
-        if other:
-            models[other] = specjax.load(args.model, dtype=other, mesh=devices.mesh(args))
         if not args.json:
             print(legend(args), flush=True)
         for index, prompt in enumerate(prompts):
@@ -219,7 +233,8 @@ def work(args: argparse.Namespace) -> None:
         print(f"drafter: {draft_sources.choose(args.drafter, args.model).label}", file=sys.stderr)
     print(f"loading {args.model} and compiling (about a minute the first time) ...", file=sys.stderr, flush=True)
     mesh = devices.mesh(args)
-    lm = specjax.load(args.model, dtype=args.dtype, mesh=mesh)
+    models = load(args, mesh)
+    lm = models[args.dtype]
     drafter = draft_sources.build(args, lm)
     if mesh is not None and drafter is not None:
         drafter = sharding.place_drafter(mesh, drafter)
@@ -227,7 +242,7 @@ def work(args: argparse.Namespace) -> None:
         alone = args.compare or not args.json  # a prompt at a time
         args.adaptive = measured(lm, drafter, 1 if alone else len(prompts) * args.n)
     if args.compare:
-        result = compare(lm, prompts, drafter, args)
+        result = compare(models, prompts, drafter, args)
         if args.json:
             print(json.dumps(result))
         elif result["total"]:

@@ -124,7 +124,7 @@ def saved(path: pathlib.Path) -> Found:
     orbax.check_sizes(folder, manifest)
     text = spoken(orbax.read_tokenizer(path, manifest), manifest["chat_template"])
     needed = orbax._named(llama_params.abstract_params(config))
-    orbax._check_shapes(folder, needed)
+    orbax._check_shapes(folder, needed, manifest["format"])
     with ocp.StandardCheckpointer() as checkpointer:
         stored = checkpointer.metadata(folder.absolute()).item_metadata
     shapes = {name: tuple(stored[name].shape) for name in needed}

@@ -80,9 +80,9 @@ def compared(logits: np.ndarray, other: np.ndarray) -> dict[str, float]:
 
 def rounded_head(lm: specjax.LanguageModel) -> specjax.LanguageModel:
     """The model with embedding and head as int8 would hold them: a scale per token."""
-    def channelwise(weight):  # [E, V]
-        values, scale = int8.rounded(np.asarray(weight).T, "head")
-        return jnp.asarray((values * scale[:, None]).T, weight.dtype)
+    def channelwise(weight):  # [V, E]
+        values, scale = int8.rounded(np.asarray(weight), "head")
+        return jnp.asarray(values * scale[:, None], weight.dtype)
 
     changed = {name: channelwise(lm.params[name]) for name in ("embedding", "head") if name in lm.params}
     return lm._replace(params=lm.params | changed)

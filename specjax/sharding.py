@@ -29,7 +29,7 @@ class Rules(NamedTuple):
     """Axis of the mesh for each logical axis; None is not shared out. ``Rules(vocab=None)`` overrides one."""
 
     batch: str | None = "data"
-    heads: str | None = "model"  # of queries, keys and values side by side: the columns of qkv, the rows of o
+    heads: str | None = "model"  # of queries, keys and values: the rows of qkv, the columns of o
     kv_heads: str | None = "model"  # of the cache
     ffn: str | None = "model"
     vocab: str | None = "model"
@@ -61,13 +61,13 @@ class Layout:
         return KVCache(k, v, self.bound(("batch",), cache.lengths))
 
 
-# Columns where each device can make its own part of the result, rows where the parts are added up. Names and shapes:
+# Rows where each device can make its own part of the result, columns where the parts are added up. Names and shapes:
 # `specjax.models.llama_params`; any tree that uses the names can be placed. A stacked leaf has an axis more in front.
 WEIGHTS = {
-    "embedding": ("hidden", "vocab"), "head": ("hidden", "vocab"),
-    "qkv": ("hidden", "heads"), "o": ("heads", "hidden"),
-    "gate_up": ("hidden", "ffn"), "down": ("ffn", "hidden"),
-    "fc": ("fused", "hidden"), "projection": ("hidden", "vocab"),  # of heads
+    "embedding": ("vocab", "hidden"), "head": ("vocab", "hidden"),
+    "qkv": ("heads", "hidden"), "o": ("hidden", "heads"),
+    "gate_up": ("ffn", "hidden"), "down": ("hidden", "ffn"),
+    "fc": ("hidden", "fused"), "projection": ("vocab", "hidden"),  # of heads
     "qkv_scale": ("heads",), "o_scale": ("hidden",), "gate_up_scale": ("ffn",), "down_scale": ("hidden",),  # of int8
 }  # fmt: skip
 CACHE = ("batch", "kv_heads", "slots", "head_dim")
@@ -305,6 +305,11 @@ def told(axes: tuple[str, ...], x: Array) -> Array:
     """x, told where it lies if what is being traced is on a mesh: a model, and how its logits are judged."""
     layout = _LAYOUT.get()
     return x if layout is None else layout.bound(axes, x)
+
+
+def on_a_mesh() -> bool:
+    """Whether what is being traced is on a mesh."""
+    return _LAYOUT.get() is not None
 
 
 def dividing(axis: str) -> int:

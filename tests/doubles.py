@@ -77,7 +77,7 @@ def _hash_apply(
     features = jnp.concatenate([features[k] for k in feature_layers], -1) if feature_layers else x[..., :0]
     if logits_at is not None:
         read = jnp.take_along_axis(read, logits_at[:, None, None], axis=1)
-    return ModelOutput(read @ params["head"], features, cache._replace(k=tuple(keys), v=tuple(values)))
+    return ModelOutput(read @ params["head"].T, features, cache._replace(k=tuple(keys), v=tuple(values)))
 
 
 def _visible(window_mask, cache: KVCache, width: int) -> tuple[Array, Array]:

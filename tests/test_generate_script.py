@@ -146,9 +146,9 @@ def test_directories_become_drafters(script, tmp_path):
         build(script.parse(["hi", "--drafter", str(tmp_path)]), lm)
 
 
-def test_the_demo_is_in_bfloat16_unless_told_otherwise(script):
+def test_the_type_of_the_demo_is_open_unless_told(script):
     assert [script.parse(line.split()).dtype for line in ("hi", "--demo", "--demo --dtype float32")] == [
-        "float32", "bfloat16", "float32"
+        "float32", None, "float32"
     ]  # fmt: skip
 
 

@@ -63,9 +63,9 @@ def test_a_mesh_says_the_same_with_weights_and_cache_in_parts(data, model):
     """Cases 139-146. Four key heads: over eight shards the cache is whole on each."""
     lm = sharding.place(sharding.make_mesh(data, model), alone())
     layer = lm.params["layers"][0]
-    assert parts(layer["qkv"]) == {(32, 64 // model)} and parts(layer["o"]) == {(32 // model, 32)}
-    assert parts(layer["gate_up"]) == {(32, 128 // model)} and parts(layer["down"]) == {(64 // model, 32)}
-    assert parts(lm.params["head"]) == parts(lm.params["embedding"]) == {(32, V // model)}
+    assert parts(layer["qkv"]) == {(64 // model, 32)} and parts(layer["o"]) == {(32, 32 // model)}
+    assert parts(layer["gate_up"]) == {(128 // model, 32)} and parts(layer["down"]) == {(32, 64 // model)}
+    assert parts(lm.params["head"]) == parts(lm.params["embedding"]) == {(V // model, 32)}
     out = specjax.generate(lm, PROMPTS, **options())
     assert out.tokens == text() and out.stats.tau > 1
 
@@ -91,7 +91,7 @@ def test_loading_onto_a_mesh_puts_each_matrix_in_parts(tmp_path, scan_layers):
     lm, whole = (specjax.load(directory, scan_layers=scan_layers, mesh=m) for m in (mesh, None))
     layer = lm.params["layers"] if scan_layers else lm.params["layers"][1]
     front = (2,) if scan_layers else ()
-    assert parts(layer["down"]) == {(*front, 14, 20)} and parts(lm.params["head"]) == {(20, 20)}
+    assert parts(layer["down"]) == {(*front, 20, 14)} and parts(lm.params["head"]) == {(20, 20)}
     assert lm.model == sharding.on_mesh(mesh, whole.model)
     for ours, theirs in zip(jax.tree.leaves(lm.params), jax.tree.leaves(whole.params), strict=True):
         np.testing.assert_array_equal(ours, theirs)
@@ -113,7 +113,7 @@ def test_what_a_mesh_does_not_divide_is_whole_or_refused_with_the_numbers():
         sharding.refuse(mesh, dataclasses.replace(CONFIG, intermediate_size=30))
     assert "specjax.sharding.Rules(ffn=None)" in error.value.__notes__[0] and "specjax" not in str(error.value)
     kept = sharding.place(mesh, alone(), sharding.Rules(ffn=None)).params["layers"][0]
-    assert parts(kept["gate_up"]) == {kept["gate_up"].shape} and parts(kept["o"]) == {(8, 32)}
+    assert parts(kept["gate_up"]) == {kept["gate_up"].shape} and parts(kept["o"]) == {(32, 8)}
     with pytest.raises(ValueError, match="a batch of 3 rows cannot be shared out over data=2: give a multiple of 2"):
         sharding.place(mesh, alone()).model.init_cache(3, 64)
     with pytest.raises(ValueError, match="mesh='x': must have the automatic axes"):
@@ -136,9 +136,9 @@ def test_a_loaded_head_lies_in_parts_where_its_target_does_and_the_text_is_the_s
     drafter = specjax.load_drafter(tmp_path / "head", target=lm, num_draft_tokens=DRAFTS)
     weights = drafter.params["weights"] if kind == "eagle" else drafter.params.net
     layer = weights["layers"][0]
-    assert parts(weights["fc"]) == {(16, 32)} and parts(weights["head"]) == {(32, 128)}
-    assert parts(layer["qkv"]) == {(64 if kind == "eagle" else 32, 16)} and parts(layer["o"]) == {(8, 32)}
-    assert parts(layer["gate_up"]) == {(32, 32)} and parts(layer["down"]) == {(16, 32)}
+    assert parts(weights["fc"]) == {(32, 16)} and parts(weights["head"]) == {(128, 32)}
+    assert parts(layer["qkv"]) == {(16, 64 if kind == "eagle" else 32)} and parts(layer["o"]) == {(32, 8)}
+    assert parts(layer["gate_up"]) == {(32, 32)} and parts(layer["down"]) == {(32, 16)}
     if kind == "eagle":
         assert weights["embedding"] is lm.params["embedding"]
     assert sharding.place_drafter(mesh, drafter) == drafter  # once is enough
@@ -235,7 +235,7 @@ def test_a_vocabulary_that_the_mesh_does_not_divide_is_whole_and_says_the_same()
     model, params = from_nnx(llama.Llama(config, rngs=nnx.Rngs(3)))
     lm = LanguageModel(model, jax.tree.map(lambda x: 8 * x if x.ndim > 1 else x, params), config=config)
     placed = sharding.place(sharding.make_mesh(2, 4), lm)
-    assert parts(placed.params["head"]) == {(32, 643)} and parts(placed.params["layers"][0]["o"]) == {(8, 32)}
+    assert parts(placed.params["head"]) == {(643, 32)} and parts(placed.params["layers"][0]["o"]) == {(32, 8)}
     how = {**options(), "temperature": 1.0}
     out = specjax.generate(placed, PROMPTS, **how)
     assert out.tokens == specjax.generate(lm, PROMPTS, **how).tokens

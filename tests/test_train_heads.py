@@ -53,7 +53,7 @@ def target() -> specjax.LanguageModel:
 def random_head(name: str):
     """Weights far from anything special, so that every path through the head shows."""
     config, lm = CONFIGS[name], target()
-    params = drawn(jax.eval_shape(lambda: initial.params_for(config, lm, ids=IDS)), 7, 0.3)
+    params = drawn(jax.eval_shape(lambda: initial.params_for(config, lm, ids=IDS)), 10, 0.3)
     return config, {**params, "ids": jnp.asarray(IDS, jnp.int32)} if "ids" in params else params
 
 

@@ -80,12 +80,12 @@ MEDUSA = MedusaConfig(T, V, num_heads=2, num_layers=0)
 
 def medusa_rows(counts, documents=None):
     """Per head, which hidden rows have a gradient; and the loss."""
-    lm, projection = table_target(), jnp.zeros((T, V))
+    lm, projection = table_target(), jnp.zeros((V, T))
     params = {"heads": {i: {"blocks": {}, "projection": projection} for i in range(2)}}
     documents = None if documents is None else jnp.asarray([documents])
     batch = Batch(jnp.zeros((1, T), jnp.int32), jnp.asarray([counts]), documents)
     (_, metrics), (grads, _) = learn(students.head_loss(MEDUSA, lm), params, lm.params, batch)
-    rows = [np.abs(np.asarray(grads["heads"][i]["projection"])).sum(1) > 0 for i in range(2)]
+    rows = [np.abs(np.asarray(grads["heads"][i]["projection"])).sum(0) > 0 for i in range(2)]
     return [row.astype(int).tolist() for row in rows], metrics
 
 
@@ -188,7 +188,7 @@ def test_a_head_left_to_the_target_is_gathered_at_load(tmp_path, format):
     params = {name: leaf for name, leaf in own.items() if name != "head"}
     checkpoint.save_drafter(tmp_path / "small", config, params, format=format)
     drafter = checkpoint.load_drafter(tmp_path / "small", target())
-    np.testing.assert_array_equal(drafter.params["weights"]["head"], target().params["embedding"][:, IDS])
+    np.testing.assert_array_equal(drafter.params["weights"]["head"], target().params["embedding"][IDS])
     assert "head" not in checkpoint.read(tmp_path / "small")[1]
     if format == "speculators":
         file = tmp_path / "small" / "config.json"
@@ -207,7 +207,7 @@ def test_eagle_begins_with_the_late_stream_of_the_recipe():
     config = initial.config_for("eagle", target())
     made = initial._eagle(config, head_for(config), target(), None)
     assert config.feature_layers == (1, 3)
-    np.testing.assert_array_equal(made["fc"], np.concatenate([np.eye(E), np.zeros((E, E))]))
+    np.testing.assert_array_equal(made["fc"], np.concatenate([np.eye(E), np.zeros((E, E))], axis=1))
     # The stream goes in as large as it is: normed, and multiplied with what its root mean square usually is.
     rows = np.asarray(made["fc_norm"][0])
     features = heads.read(target(), (np.arange(32)[None] * V // 32).astype(np.int32), (1,)).features[0]
@@ -270,7 +270,7 @@ def test_a_fresh_model_has_the_sizes_asked_for():
     weights = jax.eval_shape(params)  # compiles nothing
     lm = made[0]._replace(params=weights)
     assert (lm.config.hidden_size, lm.config.num_heads, lm.config.head_dim) == (12, 3, 4)
-    assert lm.params["layers"][0]["down"].shape == (20, 12) and lm.params["embedding"].shape == (12, V)
+    assert lm.params["layers"][0]["down"].shape == (12, 20) and lm.params["embedding"].shape == (V, 12)
     assert "head" not in lm.params and lm.model.vocab_size == V
 
 

@@ -174,7 +174,7 @@ def distil(model, params, given, batch, key):
     """A linear head learns a target's laws."""
     positions = jnp.broadcast_to(jnp.arange(WIDTH, dtype=jnp.int32)[None], batch.tokens.shape)
     out = jax.lax.stop_gradient(model.apply(given, batch.tokens, positions, None, None, feature_layers=(2,)))
-    said = jax.nn.log_softmax(out.features @ params["head"])
+    said = jax.nn.log_softmax(out.features @ params["head"].T)
     counts = batch.counts.astype(jnp.float32)
     total = -((jax.nn.softmax(out.logits) * said).sum(-1) * counts).sum()
     return total, {"loss": Mean(total, counts.sum())}
@@ -184,20 +184,20 @@ def distil(model, params, given, batch, key):
 def test_a_target_shared_out_over_devices_says_the_same(shape):
     """Its large matrices lie in parts, where `place_target` has put them, and no part moves. So do those of a head."""
     model, params = from_nnx(llama.Llama(TINY))
-    settings, head = Settings(steps=2, log_every=2), {"head": np.zeros((16, 48), np.float32)}
+    settings, head = Settings(steps=2, log_every=2), {"head": np.zeros((48, 16), np.float32)}
     mesh, loss, model_parts = meshes.make_mesh(*shape), bind(distil, model), shape[1]
     placed = meshes.place_target(mesh, params)
     layer = placed["layers"][0]
-    assert layer["qkv"].sharding.spec == PartitionSpec(None, "model") and layer["post_norm"].is_fully_replicated
-    assert {s.data.shape for s in layer["down"].addressable_shards} == {(32 // model_parts, 16)}
-    assert {s.data.shape for s in placed["embedding"].addressable_shards} == {(16, 48 // model_parts)}
+    assert layer["qkv"].sharding.spec == PartitionSpec("model", None) and layer["post_norm"].is_fully_replicated
+    assert {s.data.shape for s in layer["down"].addressable_shards} == {(16, 32 // model_parts)}
+    assert {s.data.shape for s in placed["embedding"].addressable_shards} == {(48 // model_parts, 16)}
     spread = meshes.spread(mesh, placed)
     assert all(a is b for a, b in zip(jax.tree.leaves(spread), jax.tree.leaves(placed), strict=True))
     alone = trainer.fit(loss, head, batches, settings, given=params, progress=False)
     shared = trainer.fit(loss, head, batches, settings, given=placed, progress=False, mesh=mesh)
     for name in ("loss", "gradient_norm"):
         np.testing.assert_allclose(shared.history[name], alone.history[name], rtol=1e-5)
-    assert {s.data.shape for s in shared.params["head"].addressable_shards} == {(16, 48 // model_parts)}
+    assert {s.data.shape for s in shared.params["head"].addressable_shards} == {(48 // model_parts, 16)}
     np.testing.assert_allclose(shared.params["head"], alone.params["head"], atol=1e-5)
 
 

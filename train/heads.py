@@ -185,7 +185,7 @@ def _weight(weights: PyTree, name: str) -> Array:
 
 
 def _columns(weight: Array, columns: Array | None) -> Array:
-    return weight if columns is None else weight[:, columns]
+    return weight if columns is None else weight[columns]
 
 
 def about_one_text(lay: Layout, first: Array, rows: Array, least: int = 0) -> Array:
@@ -308,9 +308,9 @@ def _block_reach(lay: Layout, anchors: Array, block: int) -> Array:
 
 
 def _latent(above: Array, tokens: Array, out: Array) -> Array:
-    """What the Markov term adds after tokens [B, P]: above [V, R] at them, times out [R, M] or [R]."""
+    """What the Markov term adds after tokens [B, P]: above [V, R] at them, times out [M, R] or [R]."""
     latent = jnp.take(above, tokens, axis=0, mode="clip").astype(out.dtype)
-    subscripts = "bpr,rm->bpm" if out.ndim == 2 else "bpr,r->bp"
+    subscripts = "bpr,mr->bpm" if out.ndim == 2 else "bpr,r->bp"
     return jnp.einsum(subscripts, latent, out, preferred_element_type=jnp.float32, precision="highest")
 
 

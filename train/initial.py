@@ -134,20 +134,20 @@ def _like(params: dict[str, Any], source: dict[str, Any]) -> dict[str, Any]:
 
 def _columns(target: LanguageModel, ids: Any) -> Array:
     weight = target.params.get("head", target.params["embedding"])
-    return jnp.array(weight if ids is None else weight[:, jnp.asarray(ids)], jnp.float32)
+    return jnp.array(weight if ids is None else weight[jnp.asarray(ids)], jnp.float32)
 
 
 def _pass(fc: Array, size: int, stream: int) -> Array:
-    """[F E, E]: one of the streams goes through, the others not yet."""
+    """[E, F E]: one of the streams goes through, the others not yet."""
     begin = stream * size
-    return jnp.zeros_like(fc).at[begin : begin + size].set(jnp.eye(size, dtype=fc.dtype))
+    return jnp.zeros_like(fc).at[:, begin : begin + size].set(jnp.eye(size, dtype=fc.dtype))
 
 
 def _eagle(config: EagleConfig, params: PyTree, target: LanguageModel, ids: Any) -> PyTree:
     size, source = config.layers.hidden_size, last_layer(target)
     first = _like(params["layers"][0], source)
     if config.version == 3:  # attention reads [embedding, hidden]
-        qkv = jnp.concatenate([first["qkv"][:size], jnp.asarray(source["qkv"], first["qkv"].dtype)])
+        qkv = jnp.concatenate([first["qkv"][:, :size], jnp.asarray(source["qkv"], first["qkv"].dtype)], axis=1)
         first |= {"qkv": qkv, "hidden_norm": jnp.array(source["input_norm"], qkv.dtype)}
         first["input_norm"] = jnp.ones_like(first["input_norm"])
         params = {**params, "norm": jnp.array(target.params["final_norm"], qkv.dtype), "head": _columns(target, ids)}
@@ -177,7 +177,7 @@ def _mtp(params: PyTree, target: LanguageModel) -> PyTree:
         size = module["norm"].shape[0]
         modules[index] = {
             **module, "layer": _like(module["layer"], last_layer(target)),
-            "projection": module["projection"].at[size:].set(jnp.eye(size, dtype=module["projection"].dtype)),
+            "projection": module["projection"].at[:, size:].set(jnp.eye(size, dtype=module["projection"].dtype)),
             "norm": jnp.array(target.params["final_norm"], module["norm"].dtype),
         }  # fmt: skip
     return {**params, "modules": modules}

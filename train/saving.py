@@ -19,7 +19,7 @@ from specjax import processes
 from specjax.static import show
 from specjax.types import PyTree
 
-FORMAT = 2  # 1: other columns of qkv and gate_up, see `specjax.models.llama_params`
+FORMAT = 3  # 1 and 2: weights in another order, see `specjax.models.llama_params`
 
 
 def digest(tree: PyTree) -> str:

@@ -339,6 +339,6 @@ def _restore(path: pathlib.Path, dtype: Any) -> tuple[Any, PyTree]:
     every = kind.abstract(config, dtype)
     absent = {name for name in ("embedding", "head") if name not in manifest["weights"]}  # the target's
     expected = {name: leaf for name, leaf in every.items() if name not in absent}
-    older = getattr(config, "layers", None) if manifest["format"] == 1 else None
     with orbax.checked_files(path / "params", manifest):
-        return config, orbax._restore(path / "params", expected, older)
+        layers = getattr(config, "layers", None)
+        return config, orbax._restore(path / "params", expected, manifest["format"], layers)

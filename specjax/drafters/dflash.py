@@ -11,7 +11,7 @@ what the target really saw, never from a guess, so a rejected block leaves nothi
 values go to scratch slots. The feature of the pending token is not known yet: the pending token itself is in the block.
 Embedding and head are the target's, by reference; a reduced vocabulary has a head of its own.
 
-Weights, matrices [in, out] (`specjax.drafters.dflash_files` for the published layout): fc [F E, E], hidden_norm [E],
+Weights, matrices [out, in] (`specjax.drafters.dflash_files` for the published layout): fc [E, F E], hidden_norm [E],
 layers/i as in `specjax.models.llama_params`, norm [E]; for a reduced vocabulary of M tokens head [E, M] and ids [M],
 the target's ids in ascending order; above [V, R] and out [R, M] of the Markov term; confidence [E or E + R] and
 confidence_bias [] of the confidence head.
@@ -96,13 +96,13 @@ def shapes(config: DFlashConfig) -> dict[str, Any]:
     """The weights as a nested dict of shapes."""
     size, columns, rank = config.layers.hidden_size, config.num_columns, config.markov_rank
     tree: dict[str, Any] = {
-        "fc": (len(config.feature_layers) * size, size), "hidden_norm": (size,), "norm": (size,),
+        "fc": (size, len(config.feature_layers) * size), "hidden_norm": (size,), "norm": (size,),
         "layers": jax.tree.map(lambda leaf: leaf.shape, llama_params.abstract_params(config.layers)["layers"]),
     }  # fmt: skip
     if config.draft_vocab_size:
-        tree |= {"head": (size, columns), "ids": (columns,)}
+        tree |= {"head": (columns, size), "ids": (columns,)}
     if rank:
-        tree |= {"above": (config.layers.vocab_size, rank), "out": (rank, columns)}
+        tree |= {"above": (config.layers.vocab_size, rank), "out": (columns, rank)}
     if config.confidence:
         tree |= {"confidence": (size + (rank if config.confidence_with_markov else 0),), "confidence_bias": ()}
     return tree
@@ -128,7 +128,7 @@ def fresh_params(config: DFlashConfig, *, ids: Any = None, rngs: nnx.Rngs | None
             return jnp.asarray(np.arange(weight.shape[0]) if ids is None else np.asarray(ids), jnp.int32)
         if name.endswith(("norm", "bias")):
             return jnp.full(weight.shape, name.endswith("norm"), weight.dtype)
-        fan_in = weight.shape[0] if name != "above" else config.layers.hidden_size
+        fan_in = weight.shape[-1] if name != "above" else config.layers.hidden_size
         return (fan_in**-0.5 * jax.random.normal(rngs.params(), weight.shape)).astype(weight.dtype)
 
     return jax.tree_util.tree_map_with_path(leaf, abstract_params(config, dtype))
@@ -181,7 +181,7 @@ class DFlash(nnx.Module):
         return KVCache(tuple(keys), tuple(values), cache.lengths + count)
 
     def __call__(self, tokens: Array, positions: Array, cache: KVCache, embedding: Any) -> Block:
-        """Reads blocks tokens [B, T] at positions [B, T] behind the context; embedding [E, V]."""
+        """Reads blocks tokens [B, T] at positions [B, T] behind the context; embedding [V, E]."""
         x, window = lookup(embedding, tokens), self._window(positions, cache)
         layers: Any = self.layers
         keys, values = [], []
@@ -199,7 +199,7 @@ class DFlash(nnx.Module):
         return Window(sizes, angles(sizes, positions), slots)
 
     def laws(self, hidden: Array, head: Any, least: float) -> parallel.Laws:
-        """What rows hidden [B, D, E] say about the tokens they stand for; head [E, V] unless there is one here."""
+        """What rows hidden [B, D, E] say about the tokens they stand for; head [V, E] unless there is one here."""
         logits = linear(hidden, head if self.head is None else self.head)
         markov = confidence = None
         if self.above is not None and self.out is not None:

@@ -123,15 +123,11 @@ def _is_source(node: Any) -> bool:
 
 def _ours(name: str, array: np.ndarray) -> np.ndarray:
     """One published weight in our layout."""
-    if name == "above":
-        return array  # [V, R] on both sides: rows are looked up
-    return array.T if name not in ("confidence", "confidence_bias") else array.reshape(array.shape[1:])
+    return array if name not in ("confidence", "confidence_bias") else array.reshape(array.shape[1:])
 
 
 def _theirs(name: str, array: np.ndarray) -> np.ndarray:
-    if name == "above":
-        return array
-    return array.T if name not in ("confidence", "confidence_bias") else array[None]
+    return array if name not in ("confidence", "confidence_bias") else array[None]
 
 
 def read_dflash(
@@ -197,10 +193,10 @@ def _check_copy(
         raise ValueError(f"{source} has {name}, a copy of the target's: give target= so that it can be compared")
     theirs = {"embed_tokens.weight": target.params["embedding"], "verifier_norm.weight": target.params["final_norm"]}
     own = theirs[name] if name in theirs else parallel.projection(target)
-    own = own if ids is None or own.ndim < 2 or name == "embed_tokens.weight" else own[:, ids]
-    if not equal(own, array.T.astype(own.dtype)):
+    own = own if ids is None or own.ndim < 2 or name == "embed_tokens.weight" else own[ids]
+    if not equal(own, array.astype(own.dtype)):
         raise ValueError(
-            f"{source}: {name} {array.shape} is not the target's {own.shape[::-1]}: the drafter was made for another "
+            f"{source}: {name} {array.shape} is not the target's {own.shape}: the drafter was made for another "
             "target, or has weights of its own there, which is not supported"
         )
 

@@ -13,12 +13,12 @@ Variants of EAGLE-3, as the speculators library has them:
     fc_norm                 one RMS norm per target state before `fc`
     norm_output             the head's hidden state is fed back after the final norm, not before
 
-Weights (matrices [in, out]; F target states of Et each, E the head's own size, M draft tokens; names in files are those
+Weights (matrices [out, in]; F target states of Et each, E the head's own size, M draft tokens; names in files are those
 of the speculators library):
 
     ours                  shape              file
-    embedding             [E, V]             embed_tokens.weight             the target's if absent
-    fc                    [F Et, E]          fc.weight                       EAGLE-1: [2 E, E]
+    embedding             [V, E]             embed_tokens.weight             the target's if absent
+    fc                    [E, F Et]          fc.weight                       EAGLE-1: [E, 2 E]
     fc_bias               [E]                fc.bias                         EAGLE-1, fc_bias
     input_norm            [F Et]             input_norm.weight               norm_before_fc
     fc_norm/j             [Et]               fc_norm.j.weight                fc_norm
@@ -280,14 +280,14 @@ def eagle(
         params["head"] = fit.target_weight(what, target, "head")
         if config.draft_vocab_size:
             columns = params["head"]
-            params["head"] = jax.ShapeDtypeStruct((columns.shape[0], config.draft_vocab_size), columns.dtype)
+            params["head"] = jax.ShapeDtypeStruct((config.draft_vocab_size, columns.shape[1]), columns.dtype)
     parallel.check_params("EAGLE", params, abstract_params(config))
     ids = params.pop("ids", None)
     if ids is not None:
         fit.check_ids(what, ids, config.draft_vocab_size, sizes.vocab_size)
         ids = jnp.asarray(ids, jnp.int32)
     if columns is not None:
-        params["head"] = columns[:, ids]
+        params["head"] = columns[ids]
     fit.check_context(what, sizes.max_position_embeddings, target, max_length)
     return recurrent.drafter(
         head_of(config), {"weights": params, "ids": ids}, feature_layers=config.feature_layers,

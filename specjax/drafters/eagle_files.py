@@ -153,7 +153,7 @@ def read_eagle(
     ids = _ids(files.indices("d2t").astype(np.int64), marks, vocab, str(path))
     order = np.argsort(ids, kind="stable")
     if not np.array_equal(order, np.arange(columns)) and "head" in params:
-        params["head"] = params["head"][:, order]
+        params["head"] = params["head"][order]
     if config.draft_vocab_size:
         params["ids"] = jnp.asarray(ids[order], jnp.int32)
     return config, params

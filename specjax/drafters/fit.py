@@ -94,7 +94,7 @@ def target_weight(what: str, target: LanguageModel, name: str) -> Array:
     weight = params.get(name, params.get("embedding"))
     if weight is None:
         raise ValueError(
-            f"{what} has no {name} of its own and the target no params[{show(name)}] [E, V]: give what specjax.load "
+            f"{what} has no {name} of its own and the target no params[{show(name)}] [V, E]: give what specjax.load "
             "returns, or add it to the head's params"
         )
     return weight

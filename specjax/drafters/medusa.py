@@ -7,10 +7,10 @@ The greedy chain of such heads is older: Stern et al., Blockwise Parallel Decodi
 The hidden state that predicted token t (by the target's own head) is read by head i, counted from 0, which predicts
 token t + 1 + i. When a round starts, t is the pending token: head 0 speaks about the first draft token.
 
-Weights, matrices [in, out] (`specjax.drafters.medusa_files` for the published layout):
+Weights, matrices [out, in] (`specjax.drafters.medusa_files` for the published layout):
 
     heads/i/blocks/j/weight [E, E], heads/i/blocks/j/bias [E]    x + silu(x W + b)
-    heads/i/projection [E, V]                                    absent when the target's projection is shared
+    heads/i/projection [V, E]                                    absent when the target's projection is shared
 """
 
 import dataclasses
@@ -102,13 +102,13 @@ class Medusa(nnx.Module):
         self.heads = nnx.List([
             Head(
                 [Block(fresh(size, size), jnp.zeros(size, dtype)) for _ in range(config.num_layers)],
-                None if config.shared else fresh(size, config.vocab_size),
+                None if config.shared else fresh(config.vocab_size, size),
             )
             for _ in range(config.num_heads)
         ])  # fmt: skip
 
     def __call__(self, hidden: Array, shared: Any = None, count: int | None = None) -> Array:
-        """hidden [B, T, E] -> logits [B, T, K, V] of the first ``count`` heads (None: all); ``shared`` [E, V]."""
+        """hidden [B, T, E] -> logits [B, T, K, V] of the first ``count`` heads (None: all); ``shared`` [V, E]."""
         heads: Any = self.heads
         if self.config.shared:  # one product for all heads: the projection is read once
             rows = jnp.stack([head.trunk(hidden) for head in list(heads)[:count]], axis=2)

@@ -61,7 +61,7 @@ def read_medusa(path: str | pathlib.Path, *, dtype: Any = jnp.float32) -> tuple[
     check_names(found, shapes, str(path / name))
 
     def tensor(*ours):
-        return jnp.asarray(np.ascontiguousarray(read(sources[ours]).astype(dtype).T))
+        return jnp.asarray(read(sources[ours]).astype(dtype))
 
     heads = {}
     for i in range(config.num_heads):
@@ -122,7 +122,7 @@ def write_medusa(path: str | pathlib.Path, config: MedusaConfig, params: PyTree,
     for ours, theirs in _layout(config).items():
         head = params["heads"][ours[0]]
         leaf = head["projection"] if ours[-1] == "projection" else head["blocks"][ours[1]][ours[2]]
-        tensors[theirs] = np.ascontiguousarray(np.asarray(leaf).T)
+        tensors[theirs] = np.asarray(leaf)
     settings = {
         "medusa_num_heads": config.num_heads, "medusa_num_layers": config.num_layers, "base_model_name_or_path": target,
         "hidden_size": config.hidden_size, "vocab_size": config.vocab_size,

@@ -11,14 +11,14 @@ the next one, which drafts one token further (`specjax.drafters.recurrent`).
     hidden state of the target    ``feature_layers``: (L + 1,), after the final norm, is what serving engines feed
     what is fed back              the layer's output (DeepSeek-V3), or that after the module's final norm (norm_output)
 
-Weights, matrices [in, out]; names in files are those of the speculators library:
+Weights, matrices [out, in]; names in files are those of the speculators library:
 
     ours                     shape      file
-    embedding                [E, V]     embed_tokens.weight                      the target's if absent
-    head                     [E, V]     lm_head.weight                           the target's if absent
+    embedding                [V, E]     embed_tokens.weight                      the target's if absent
+    head                     [V, E]     lm_head.weight                           the target's if absent
     modules/i/token_norm     [E]        mtp_layers.i.token_layernorm.weight
     modules/i/hidden_norm    [E]        mtp_layers.i.hidden_layernorm.weight
-    modules/i/projection     [2 E, E]   mtp_layers.i.input_proj.weight
+    modules/i/projection     [E, 2 E]   mtp_layers.i.input_proj.weight
     modules/i/layer/..                  mtp_layers.i...., see llama_params
     modules/i/norm           [E]        mtp_layers.i.final_layernorm.weight
 """

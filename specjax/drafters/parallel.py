@@ -137,7 +137,7 @@ def below(laws: Laws, depth: Array, tokens: Array) -> tuple[Array, Array]:
     logits = jnp.broadcast_to(logits, (*tokens.shape, logits.shape[-1]))
     latent = None if laws.markov is None else jnp.take(laws.markov.above, tokens, axis=0, mode="clip")
     if latent is not None and laws.markov is not None:
-        logits = logits + _product("bpr,rm->bpm", latent, laws.markov.out)
+        logits = logits + _product("bpr,mr->bpm", latent, laws.markov.out)
     if laws.confidence is None:
         return logits, jnp.ones(tokens.shape, bool)
     odds = jnp.broadcast_to(jnp.take_along_axis(laws.confidence.odds, depth[:, None], axis=1), tokens.shape)
@@ -252,19 +252,19 @@ def sizes(target: LanguageModel) -> tuple[int, int]:
     """Hidden size and number of layers of the target.
 
     Raises:
-      ValueError: a target whose config does not say (``num_layers``), or without ``params["embedding"]`` [E, V].
+      ValueError: a target whose config does not say (``num_layers``), or without ``params["embedding"]`` [V, E].
     """
     layers = getattr(target.config, "num_layers", None)
     if layers is None or not isinstance(target.params, dict) or "embedding" not in target.params:
         raise ValueError(
-            f"target={show(target)}: heads read its config.num_layers and params['embedding'] [E, V]; give what "
+            f"target={show(target)}: heads read its config.num_layers and params['embedding'] [V, E]; give what "
             "specjax.load returns, or a LanguageModel with both"
         )
-    return int(target.params["embedding"].shape[0]), int(layers)
+    return int(target.params["embedding"].shape[-1]), int(layers)
 
 
 def projection(target: LanguageModel) -> Array:
-    """What the target's hidden states are multiplied with, [E, V]: its head, or the tied embedding. Not a copy."""
+    """What the target's hidden states are multiplied with, [V, E]: its head, or the tied embedding. Not a copy."""
     return target.params.get("head", target.params["embedding"])
 
 

@@ -13,6 +13,7 @@ from specjax import processes
 from specjax.models.config import LlamaConfig
 from specjax.models.language_model import LanguageModel
 from specjax.models.llama_params import side_by_side
+from specjax.sharding import WEIGHTS
 
 
 def fingerprint(target: LanguageModel) -> str:
@@ -31,13 +32,17 @@ def fingerprint(target: LanguageModel) -> str:
                 facts[field.name] = repr(value)
     digest.update(json.dumps(facts, sort_keys=True).encode())
     for path, leaf in jax.tree_util.tree_leaves_with_path(target.params):
-        digest.update(f"{jax.tree_util.keystr(path)} {np.shape(leaf)}".encode())
+        # Of [in, out] with the tensors side by side, as they once stood: whatever the order in memory, the name stays.
+        name, shape = str(getattr(path[-1], "key", "")), np.shape(leaf)
+        turned = isinstance(config, LlamaConfig) and len(WEIGHTS.get(name, ())) == 2
+        shape = (*shape[:-2], *shape[-2:][::-1]) if turned else shape
+        digest.update(f"{jax.tree_util.keystr(path)} {shape}".encode())
         if jnp.issubdtype(leaf.dtype, jnp.floating) and leaf.size:
             places = np.linspace(0, leaf.size - 1, num=min(64, leaf.size)).astype(np.int64)
-            index = np.unravel_index(places, leaf.shape)
-            # Of the tensors side by side, as they once stood: whatever the order in memory, the name stays.
-            order = side_by_side(config, str(getattr(path[-1], "key", ""))) if isinstance(config, LlamaConfig) else None
+            index = np.unravel_index(places, shape)
+            order = side_by_side(config, name) if isinstance(config, LlamaConfig) else None
             index = index if order is None else (*index[:-1], order[index[-1]])
+            index = (*index[:-2], *index[-2:][::-1]) if turned else index
             some = np.asarray(processes.fetch(leaf[index])).astype(np.float32)
             digest.update(np.asarray(jnp.asarray(some).astype(jnp.bfloat16)).tobytes())
     return digest.hexdigest()

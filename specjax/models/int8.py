@@ -1,6 +1,6 @@
 """int8 weights: the matrices of every layer as whole numbers, with a float32 scale for each output channel.
 
-    weight[i, o]  ~  values[i, o] * scale[o],    scale[o] = max_i |weight[i, o]| / 127
+    weight[o, i]  ~  values[o, i] * scale[o],    scale[o] = max_i |weight[o, i]| / 127
 
 Only weights are rounded; what they are multiplied with stays in the model's own type. A product reads int8, turns it
 to that type on its way into the matrix unit (all of -127..127 are exact in bfloat16) and scales the sums, so a scale
@@ -47,7 +47,7 @@ def rounded(rows: np.ndarray, name: str) -> tuple[np.ndarray, np.ndarray]:
 
 def abstract(layer: dict[str, jax.ShapeDtypeStruct]) -> dict[str, jax.ShapeDtypeStruct]:
     """The shapes of a layer, unrolled, as those of its int8 counterpart."""
-    scales = {name + SCALE: jax.ShapeDtypeStruct(layer[name].shape[-1:], jnp.float32) for name in MATRICES}
+    scales = {name + SCALE: jax.ShapeDtypeStruct(layer[name].shape[:1], jnp.float32) for name in MATRICES}
     values = {name: jax.ShapeDtypeStruct(layer[name].shape, jnp.int8) for name in MATRICES}
     return layer | values | scales
 

@@ -6,6 +6,9 @@ Names and shapes of the weights, and where they come from: `specjax.models.llama
 """
 
 import functools
+import math
+import os
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -18,10 +21,11 @@ from specjax.models.config import LayerKind, LlamaConfig
 from specjax.models.llama_params import abstract_params, gate_block
 from specjax.models.nnx import from_nnx
 from specjax.models.rope import inverse_frequencies, layer_angles, rotate
-from specjax.sharding import KEYS, QUERIES, told
+from specjax.sharding import KEYS, QUERIES, on_a_mesh, told
 from specjax.types import Array, KVCache, Model, ModelOutput
 
-SMALL = 2**20  # weights; a larger matrix XLA:CPU shares out by itself
+FEW = 64  # rows of a window for which a product has one part for each core
+CORES = os.cpu_count() or 1
 ACTIVATIONS = {"silu": jax.nn.silu, "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True)}
 
 
@@ -41,22 +45,30 @@ def model(config: LlamaConfig, *, dtype=jnp.float32, scan_layers: bool = False) 
 def linear(
     x: Array, weight: nnx.Param, bias: nnx.Param | None = None, scale: nnx.Param | None = None, dtype: Any = None
 ) -> Array:
-    """x [B, T, in] float32 times weight [in, out], accumulated in float32 from operands of the weight's type.
+    """x [B, T, in] float32 times weight [out, in], accumulated in float32 from operands of the weight's type.
 
     An int8 weight has a scale [out] for the sums, and its operands have the given dtype.
     """
     dtype = weight.dtype if scale is None else dtype
-    # Rows, not [B, T]: for two axes XLA:CPU transposes some weights first.
     rows, matrix = x.reshape(-1, x.shape[-1]).astype(dtype), weight[...].astype(dtype)
     product = functools.partial(jnp.einsum, preferred_element_type=jnp.float32, precision="highest")
-    if len(rows) == 1 and matrix.size < SMALL and matrix.shape[0] % 2 == 0:
-        # One row times a small matrix keeps one of two cores busy; a batch of two halves, both (51 us against 80).
-        y = product("hi,hio->ho", rows.reshape(2, -1), matrix.reshape(2, -1, matrix.shape[1])).sum(0)
+    if dtype == jnp.float32 and len(rows) <= FEW and jax.default_backend() == "cpu" and not on_a_mesh():
+        y = _by_cores(rows, matrix, product)
     else:
-        y = product("ti,io->to", rows, matrix)
+        y = product("ti,oi->to", rows, matrix)
     y = y.reshape(*x.shape[:-1], -1)
     y = y if scale is None else y * _row(scale)
     return y if bias is None else y + _row(bias)
+
+
+def _by_cores(rows: Array, matrix: Array, product: Callable) -> Array:
+    """A few rows [T, in] times matrix [out, in] -> [T, out], a part of the matrix for each core, weights on the left:
+    what stands on the right XLA:CPU packs anew in every product."""
+    count, parts = len(rows), math.gcd(len(matrix), CORES)
+    width = count if count <= 4 else -(-count // 8) * 8  # sizes between have slow kernels
+    rows = jnp.broadcast_to(jnp.pad(rows, ((0, width - count), (0, 0))), (parts, width, rows.shape[1]))
+    y = product("poi,pti->pot", matrix.reshape(parts, -1, matrix.shape[1]), rows)
+    return y.reshape(-1, width).T[:count]
 
 
 def rms_norm(x: Array, scale: nnx.Param, eps: float, offset: float = 0.0) -> Array:
@@ -320,11 +332,8 @@ def _doubled(tokens: Array, positions: Array, window_mask: Array | None) -> tupl
 
 
 def lookup(embedding: nnx.Param, tokens: Array) -> Array:
-    """Columns of embedding [E, V] at tokens [B, T] -> [B, T, E] float32.
-
-    One array serves as embedding and tied head, in the head's layout: reading a few columns costs microseconds.
-    """
+    """Rows of embedding [V, E] at tokens [B, T] -> [B, T, E] float32."""
     # The barrier ties the weights to the tokens of this step: XLA:CPU gathers bfloat16 as float32, and in a decoding
     # loop it would convert the whole embedding once, ahead of the loop, and keep it.
     weights, tokens = jax.lax.optimization_barrier((embedding[...], tokens))
-    return jnp.moveaxis(jnp.take(weights, tokens, axis=1, mode="clip"), 0, -1).astype(jnp.float32)
+    return jnp.take(weights, tokens, axis=0, mode="clip").astype(jnp.float32)

@@ -1,29 +1,29 @@
 """The parameters of a Llama: names, shapes, and how checkpoint tensors become them.
 
 `params_from_tensors` fills the tree strictly by name, so that no weight is ever random by accident. The table maps
-Hugging Face tensors (i counts layers) to the tree; matrices are ``[out, in]`` there and ``[in, out]`` here.
+Hugging Face tensors (i counts layers) to the tree; matrices are ``[out, in]`` there and here.
 
     ours                     shape                         Hugging Face tensors
-    embedding                [hidden, vocab]               model.embed_tokens.weight (the head too if tie_embeddings)
+    embedding                [vocab, hidden]               model.embed_tokens.weight (the head too if tie_embeddings)
     layers/i/input_norm      [hidden]                      model.layers.i.input_layernorm.weight
-    layers/i/qkv             [hidden, (Hq + 2 Hkv) D]      model.layers.i.self_attn.{q,k,v}_proj.weight, in turns
+    layers/i/qkv             [(Hq + 2 Hkv) D, hidden]      model.layers.i.self_attn.{q,k,v}_proj.weight, in turns
     layers/i/qkv_bias        [(Hq + 2 Hkv) D]              model.layers.i.self_attn.{q,k,v}_proj.bias (attention_bias,
                                                            qkv_bias)
     layers/i/{q,k}_norm      [D]                           model.layers.i.self_attn.{q,k}_norm.weight (qk_norm)
                              [Hq D], [Hkv D]               (wide_qk_norm)
-    layers/i/o               [Hq D, hidden]                model.layers.i.self_attn.o_proj.weight
+    layers/i/o               [hidden, Hq D]                model.layers.i.self_attn.o_proj.weight
     layers/i/o_bias          [hidden]                      model.layers.i.self_attn.o_proj.bias (attention_bias)
     layers/i/post_norm       [hidden]                      model.layers.i.post_attention_layernorm.weight
-    layers/i/gate_up         [hidden, 2 ffn]               model.layers.i.mlp.{gate,up}_proj.weight, in turns
+    layers/i/gate_up         [2 ffn, hidden]               model.layers.i.mlp.{gate,up}_proj.weight, in turns
     layers/i/gate_up_bias    [2 ffn]                       model.layers.i.mlp.{gate,up}_proj.bias (mlp_bias)
-    layers/i/down            [ffn, hidden]                 model.layers.i.mlp.down_proj.weight
+    layers/i/down            [hidden, ffn]                 model.layers.i.mlp.down_proj.weight
     layers/i/down_bias       [hidden]                      model.layers.i.mlp.down_proj.bias (mlp_bias)
     final_norm               [hidden]                      model.norm.weight
-    head                     [hidden, vocab]               lm_head.weight (absent when tie_embeddings)
+    head                     [vocab, hidden]               lm_head.weight (absent when tie_embeddings)
 
-Tensors "in turns" share the columns of one matrix in a repeating order, so that a device which holds a contiguous part
+Tensors "in turns" share the rows of one matrix in a repeating order, so that a device which holds a contiguous part
 of them holds what belongs together, and needs nothing of the others to go on. In qkv each key head has its query heads,
-then its key, then its value. In gate_up a block of `gate_block` columns of gate stands before the same columns of up.
+then its key, then its value. In gate_up a block of `gate_block` columns of gate stands before the same rows of up.
 
 Norms are those of ``norms="before"``. Families that norm what attention and MLP give back have other names for them:
 
@@ -53,8 +53,6 @@ from specjax.models import int8
 from specjax.models.config import LlamaConfig
 from specjax.types import Array, PyTree
 
-ROWS = 128  # turned at a time: they stay in the cache of one core
-PAD = 16  # numbers between them there: rows that lie a power of two apart would push each other out
 BLOCK = 2**18  # numbers read at a time
 THREADS = min(8, os.cpu_count() or 1)
 LANES = 128  # channels that a TPU lays out together
@@ -82,8 +80,7 @@ class Source(NamedTuple):
         """Shape of the weight in our tree."""
         if not self.shapes[0]:
             return ()
-        joined = (sum(shape[0] for shape in self.shapes), *self.shapes[0][1:])
-        return joined[::-1]
+        return (sum(shape[0] for shape in self.shapes), *self.shapes[0][1:])
 
     def place(self, part: int, row: int) -> tuple[int, int]:
         """Where a row of one of the tensors stands in the joined ones, and how many rows from it on stand together."""
@@ -127,7 +124,7 @@ class Rows:
 
 
 def gate_block(ffn: int) -> int:
-    """Columns of gate, and of up behind them, that stand together in gate_up.
+    """Rows of gate, and of up behind them, that stand together in gate_up.
 
     Sixteen blocks of each if they are whole lanes of a TPU, else fewer, but eight at least where that divides them: as
     many parts as a matrix is usually shared out in. Large, since the product is cut at every block.
@@ -170,11 +167,11 @@ def layer_sources(config: LlamaConfig, prefix: str, *, inputs: int | None = None
 
 
 def side_by_side(config: LlamaConfig, name: str) -> np.ndarray | None:
-    """[out]: where the columns of a matrix in turns stand, in the order of its tensors side by side; None for a weight
-    that has no such columns. ``name`` may be a path with dots, a bias or a scale."""
+    """[out]: where the rows of a matrix in turns stand, in the order of its tensors side by side; None for a weight
+    that has no such rows. ``name`` may be a path with dots, a bias or a scale."""
     of = name.rpartition(".")[2].removesuffix("_bias").removesuffix(int8.SCALE)
     source = layer_sources(config, "").get(of)
-    return np.concatenate(source.part(np.arange(source.shape[-1]))) if source and source.blocks else None
+    return np.concatenate(source.part(np.arange(source.shape[0]))) if source and source.blocks else None
 
 
 def sources(config: LlamaConfig) -> dict[str, Any]:
@@ -240,7 +237,7 @@ def fill(
         layers = leaf.layers if isinstance(leaf, Stack) else (leaf,)
         shape, inside = layers[0].shape, quantise and path[-1].key in int8.MATRICES
         weight = aligned((len(layers), *shape), np.dtype(np.int8) if inside else layers[0].dtype or dtype)
-        scale = np.empty((len(layers), shape[-1]), np.float32) if inside else [None] * len(layers)
+        scale = np.empty((len(layers), shape[0]), np.float32) if inside else [None] * len(layers)
         for index, source in enumerate(layers):
             _read(source, tensor, weight[index, ...], scale[index], pool)  # a view also of single numbers
         if isinstance(leaf, Source):
@@ -266,7 +263,7 @@ def _read(source: Source, tensor: Callable, weight: np.ndarray, scale: np.ndarra
         if not shape:
             weight[...] = found
             continue
-        step = getattr(found, "step", 0) or max(ROWS, BLOCK // math.prod(shape[1:]) // ROWS * ROWS)
+        step = getattr(found, "step", 0) or max(1, BLOCK // math.prod(shape[1:]))
         block = functools.partial(_block, found, functools.partial(source.place, part), step, weight, scale, name)
         for _ in pool.map(block, range(0, shape[0], step)):
             pass  # the first error is raised here
@@ -276,22 +273,15 @@ def _block(
     tensor: "np.ndarray | Rows", place: Callable[[int], tuple[int, int]], step: int, weight: np.ndarray,
     scale: np.ndarray | None, name: str, first: int,
 ) -> None:  # fmt: skip
-    """Reads a block of rows and turns them, a few at a time, straight to their place: whole copies would double the
-    peak of memory. The few are converted on their way to a buffer whose rows do not share the places of a cache."""
+    """Reads a block of rows straight to their place: whole copies would double the peak of memory."""
     block, row = np.asarray(tensor[first : first + step]), 0
-    bits = np.dtype(f"u{weight.dtype.itemsize}")  # numpy copies what it knows faster, and lets other threads run
-    room = np.empty((ROWS, math.prod(block.shape[1:]) + PAD), weight.dtype)[:, :-PAD]
     while row < len(block):
         start, together = place(first + row)
-        few = block[row : row + min(together, ROWS)]
+        few = block[row : row + together]
         at, row = slice(start, start + len(few)), row + len(few)
         if scale is not None:
             few, scale[at] = int8.rounded(few, f"tensor {name!r}")
-        if few.strides[0] == few.itemsize:  # as it will lie
-            weight[..., at] = few.T
-            continue
-        room[: len(few)] = few
-        weight.view(bits)[..., at] = room[: len(few)].view(bits).T
+        weight[at] = few
 
 
 def aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
@@ -302,11 +292,11 @@ def aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
 
 
 def spill(tree: PyTree, params: PyTree) -> dict[str, np.ndarray]:
-    """The inverse of `fill`: Hugging Face tensors, ``[out, in]``, of weights that stand where the `Source` does."""
+    """The inverse of `fill`: Hugging Face tensors of weights that stand where the `Source` does."""
     tensors = {}
     leaves, where = jax.tree.flatten(tree, is_leaf=_is_source)
     for source, weight in zip(leaves, where.flatten_up_to(params), strict=True):
-        parts = source.part(np.asarray(weight).T)
+        parts = source.part(np.asarray(weight))
         tensors |= {name: np.ascontiguousarray(part) for name, part in zip(source.names, parts, strict=True)}
     return tensors
 

@@ -31,8 +31,10 @@ from specjax.static import show
 from specjax.types import PyTree
 
 MANIFEST = "specjax.json"
-_FORMAT = 2
-_FORMATS = (1, 2)  # that are read; in the first the tensors of qkv and gate_up are side by side and not in turns
+_FORMAT = 3
+_FORMATS = (1, 2, 3)  # that are read; in the first the tensors of qkv and gate_up are side by side and not in turns
+_TURNED = (1, 2)  # in which matrices are [in, out], all but those whose rows are looked up
+_LOOKED_UP = ("above",)
 _CHUNK = 2**22  # bytes of an array that are written, and read, at a time
 _BLOCK = 2**22  # bytes of a file that are summed at a time
 _THREADS = 4  # that sum files
@@ -98,10 +100,9 @@ def load(
     config = dataclasses.replace(config, quantization=config.quantization or quantization)
     if mesh is not None:
         refuse(mesh, config)
-    older = config if manifest["format"] == 1 else None
     with checked_files(path / "params", manifest):
-        params = _restore(path / "params", stored, older, scan_layers=scan_layers, quantise=quantise,
-                          put=putting(mesh), progress=progress)  # fmt: skip
+        params = _restore(path / "params", stored, manifest["format"], config, scan_layers=scan_layers,
+                          quantise=quantise, put=putting(mesh), progress=progress)  # fmt: skip
     text = read_tokenizer(path, manifest)
     config = for_tokens(config, text)
     model = llama.model(config, dtype=dtype, scan_layers=scan_layers)
@@ -271,32 +272,38 @@ def _write(folder: pathlib.Path, weights: Mapping[str, Any]) -> None:
 
 
 def _restore(
-    folder: pathlib.Path, expected: PyTree, older: LlamaConfig | None = None, *, scan_layers: bool = False,
+    folder: pathlib.Path, expected: PyTree, form: int, layers: LlamaConfig | None, *, scan_layers: bool = False,
     quantise: bool = False, put=None, progress: bool = False,
 ) -> PyTree:  # fmt: skip
     """The saved weights in the shapes and types of ``expected``, wherever they were saved from.
 
-    ``older``: the configuration of layers whose columns stand as in format 1; they are put in order.
-    ``scan_layers``, ``quantise`` and ``put`` are those of `llama_params`; ``expected`` is unrolled in any case.
+    ``form``: the format they were saved in; those of older ones are put in order, for which ``layers`` is the
+    configuration. ``scan_layers``, ``quantise`` and ``put`` are those of `llama_params`; ``expected`` is unrolled in
+    any case.
     """
-    _check_shapes(folder, _named(expected))
+    named = _named(expected)
+    _check_shapes(folder, named, form)
     leaves, where = jax.tree.flatten(expected)
     tree = jax.tree.unflatten(where, [
-        llama_params.Source((name,), (leaf.shape[::-1],), leaf.dtype) for name, leaf in zip(_named(expected), leaves)
+        llama_params.Source((name,), (leaf.shape,), leaf.dtype) for name, leaf in zip(named, leaves)
     ])  # fmt: skip
     tree = llama_params.stacked(tree) if scan_layers else tree
-    shapes = {name: leaf.shape for name, leaf in _named(expected).items()}
-    with told(_reader(folder, older), shapes, progress) as tensor:
+    with told(_reader(folder, form, layers), {name: leaf.shape for name, leaf in named.items()}, progress) as tensor:
         return llama_params.fill(tree, tensor, put=put, quantise=quantise)
 
 
-def _check_shapes(folder: pathlib.Path, expected: Mapping[str, Any]) -> None:
+def _turned(name: str, form: int) -> bool:
+    return form in _TURNED and not name.endswith(_LOOKED_UP)
+
+
+def _check_shapes(folder: pathlib.Path, expected: Mapping[str, Any], form: int) -> None:
     import orbax.checkpoint as ocp
 
     with ocp.StandardCheckpointer() as checkpointer:
         try:
             saved = checkpointer.metadata(folder.absolute()).item_metadata
             shapes = {name: tuple(entry.shape) for name, entry in saved.items()}
+            shapes = {name: shape[:: -1 if _turned(name, form) else 1] for name, shape in shapes.items()}
             types = {name: jnp.dtype(entry.dtype) for name, entry in saved.items()}
         except Exception as error:  # orbax raises many kinds for a damaged directory
             raise ValueError(f"{folder} is damaged or not an orbax checkpoint: {error}") from error
@@ -310,15 +317,15 @@ def _check_shapes(folder: pathlib.Path, expected: Mapping[str, Any]) -> None:
 
 
 def _reader(
-    folder: pathlib.Path, older: LlamaConfig | None
+    folder: pathlib.Path, form: int, layers: LlamaConfig | None
 ) -> Callable[[str, tuple[int, ...]], "np.ndarray | llama_params.Rows"]:
-    """``(name, shape) -> array`` [out, in]. What orbax wrote is read by the library that it wrote it with: orbax itself
+    """``(name, shape) -> array``. What orbax wrote is read by the library that it wrote it with: orbax itself
     has an array of the file's type beside the one that is asked for, and twice the largest array is a lot."""
     import tensorstore
 
     def read(view: Any) -> np.ndarray:
         try:
-            return view.read().result().T
+            return view.read().result()
         except Exception as error:  # tensorstore raises many kinds
             raise ValueError(f"{folder} is damaged: {error}") from error
 
@@ -329,12 +336,14 @@ def _reader(
         except Exception as error:
             raise ValueError(f"{folder} is damaged: {error}") from error
         chunk: Any = array.chunk_layout.read_chunk.shape
-        order = None if older is None else llama_params.side_by_side(older, name)
+        order = None if form != 1 or layers is None else llama_params.side_by_side(layers, name)
         if order is not None:
             array = array[..., np.argsort(order)]
-        if len(shape) != 2 or chunk[0] != array.shape[0] or chunk[1] >= array.shape[1]:
+        if _turned(name, form):
+            array, chunk = array.T, chunk[::-1]
+        if len(shape) != 2 or chunk[0] >= shape[0]:
             return read(array)
-        return llama_params.Rows(shape, lambda start, stop: read(array[:, start:stop]), chunk[1])
+        return llama_params.Rows(shape, lambda start, stop: read(array[start:stop]), chunk[0])
 
     return tensor
 

@@ -32,7 +32,7 @@ def target(vocab_size: int = 3, seed: int = 0) -> LanguageModel:
     """A hash model that also says how many layers it has and where its embedding is."""
     config = HashConfig(vocab_size)
     model, params = hash_lm(config, seed)
-    return LanguageModel(model, {**params, "embedding": params["embed"].T}, config=config)
+    return LanguageModel(model, {**params, "embedding": params["embed"]}, config=config)
 
 
 def small_target() -> LanguageModel:
@@ -51,7 +51,7 @@ def telling_target(logits, hidden: int, kind: str = "where") -> LanguageModel:
     "tag" has layer * 100 + position in every entry."""
     logits = jnp.asarray(logits, jnp.float32)
     model = Model(_no_cache, bind(_telling_apply, hidden, kind), logits.shape[1])
-    return LanguageModel(model, {"logits": logits, "embedding": jnp.zeros((hidden, logits.shape[1]))}, config=Layers())
+    return LanguageModel(model, {"logits": logits, "embedding": jnp.zeros((logits.shape[1], hidden))}, config=Layers())
 
 
 def _telling_apply(

@@ -127,11 +127,11 @@ def test_an_embedding_that_is_the_target_s_is_not_kept_twice():
 def test_an_embedding_in_parts_is_compared_in_every_part(tmp_path):
     """Case 145: a single number in the first or the last shard of the vocabulary decides for all of them."""
     lm = sharding.place(sharding.make_mesh(2, 2), target())
-    assert {shard.data.shape for shard in lm.params["embedding"].addressable_shards} == {(64, 160)}
+    assert {shard.data.shape for shard in lm.params["embedding"].addressable_shards} == {(160, 64)}
     assert load_drafter(SOURCE, lm).params["weights"]["embedding"] is lm.params["embedding"]
     config, params = read(SOURCE)
     for column in (0, 319):
-        other = params | {"embedding": params["embedding"].at[63, column].add(1)}
+        other = params | {"embedding": params["embedding"].at[column, 63].add(1)}
         save_drafter(tmp_path / "x", config, other, format="orbax", overwrite=True)
         kept = load_drafter(tmp_path / "x", lm).params["weights"]["embedding"]
         np.testing.assert_array_equal(kept, other["embedding"])

@@ -128,7 +128,7 @@ def test_a_drawn_chain_with_a_markov_term_carries_the_true_conditionals():
     laws, pending = laws_of(drafter, base, state, lm)
     above = np.concatenate([pending[:, None], got.tokens[:, :-1]], axis=1)
     net = drafter.params.net
-    logits = np.asarray(laws.logits, np.float64) + np.asarray(net["above"])[above] @ np.asarray(net["out"])
+    logits = np.asarray(laws.logits, np.float64) + np.asarray(net["above"])[above] @ np.asarray(net["out"]).T
     expected = np.exp(logits / 0.8)
     np.testing.assert_allclose(got.probs.probs, expected / expected.sum(-1, keepdims=True), atol=1e-5)
     assert np.isin(got.tokens, IDS).all()
@@ -157,7 +157,7 @@ def test_trees_with_a_markov_term_know_the_token_above():
     state = begun(static)
     laws, pending = laws_of(static, base, state, lm)
     logits = np.asarray(laws.logits, np.float64)
-    bonus = np.asarray(static.params.net["above"], np.float64) @ np.asarray(static.params.net["out"])
+    bonus = np.asarray(static.params.net["above"], np.float64) @ np.asarray(static.params.net["out"]).T
     got, grown = proposal_of(static, state), proposal_of(dynamic, state)
     for row in range(len(PROMPTS)):
         tokens = []
@@ -231,7 +231,7 @@ def cycling(shift):
     text = [(2 + 3 * i) % V for i in range(40)]
     lm = world.telling_target(dictated(text, V, 40, sharpness=50.0), HIDDEN)
     base = config(SMALL, feature_layers=(1,), markov_rank=V)
-    params = fresh_params(base) | {"above": jnp.eye(V), "out": 50.0 * jnp.roll(jnp.eye(V), 3 + shift, axis=1)}
+    params = fresh_params(base) | {"above": jnp.eye(V), "out": 50.0 * jnp.roll(jnp.eye(V), 3 + shift, axis=0)}
     return text, lm, dflash(base, params, lm)
 
 

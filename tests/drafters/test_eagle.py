@@ -169,7 +169,7 @@ def flat_layers(size):
 
 def silent(config):
     """Weights of EAGLE-1 whose layer adds nothing: the hidden state is what fc makes of its input."""
-    nothing = jnp.zeros((config.layers.hidden_size, V))
+    nothing = jnp.zeros((V, config.layers.hidden_size))
     return {**jax.tree.map(jnp.zeros_like, fresh_params(config)), "embedding": nothing, "head": nothing}
 
 
@@ -192,8 +192,8 @@ def test_case_103_draft_one_is_a_function_of_the_pending_token(how):
     config = EagleConfig(flat_layers(V), (5,), version=1)
     params = silent(config)
     params["embedding"] = jnp.eye(V)
-    params["fc"] = params["fc"].at[:V].set(jnp.eye(V))  # [embedding, hidden]
-    params["head"] = 20 * jax.nn.one_hot(jnp.asarray(NEXT), V)
+    params["fc"] = params["fc"].at[:, :V].set(jnp.eye(V))  # [embedding, hidden]
+    params["head"] = 20 * jax.nn.one_hot(jnp.asarray(NEXT), V).T
     text = following(2, 32)
     lm = world.telling_target(dictated(text, V, 32, sharpness=50.0), V)
     drafter = eagle(config, params, lm, **how)
@@ -210,8 +210,8 @@ def test_case_104_each_step_goes_on_from_the_hidden_state_of_the_last(shift, rig
     text += [6, 4, 10, 9]
     config = EagleConfig(flat_layers(size), (5,), version=1)
     params = silent(config)
-    params["fc"] = params["fc"].at[size:].set(jnp.eye(size, k=shift))
-    params["head"] = 20 * jax.nn.one_hot(jnp.asarray([*text[1:], 0]), V)  # state at position p: what follows p
+    params["fc"] = params["fc"].at[:, size:].set(jnp.eye(size, k=-shift))
+    params["head"] = 20 * jax.nn.one_hot(jnp.asarray([*text[1:], 0]), V).T  # state at position p: what follows p
     lm = world.telling_target(dictated(text, V, 32, sharpness=50.0), size)
     out = specjax.generate(
         lm, [text[:3], text[:6]], drafter=eagle(config, params, lm, num_draft_tokens=3), max_new_tokens=16, eos_ids=[]
@@ -322,7 +322,7 @@ def test_weights_that_are_not_the_configuration_s_are_refused_by_name():
     refuse(r"weight norm is missing", params={k: v for k, v in params.items() if k != "norm"})
     refuse(r"weight input_norm has shape \(24,\), the configuration knows no such weight",
            params={**params, "input_norm": jnp.ones(24)})
-    refuse(r"weight fc has shape \(8, 24\), the configuration needs \(24, 8\)", params={**params, "fc": params["fc"].T})
+    refuse(r"weight fc has shape \(24, 8\), the configuration needs \(8, 24\)", params={**params, "fc": params["fc"].T})
 
 
 @pytest.mark.parametrize(("change", "message"), [

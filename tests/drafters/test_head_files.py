@@ -245,7 +245,7 @@ def test_copies_of_the_targets_weights_are_compared(folder):
     from tests.drafters.test_dflash_reference import target
 
     lm = target()
-    own, norm = np.ascontiguousarray(np.asarray(lm.params["embedding"]).T), np.asarray(lm.params["final_norm"])
+    own, norm = np.asarray(lm.params["embedding"]), np.asarray(lm.params["final_norm"])
     changed(folder, {"embed_tokens.weight": own, "lm_head.weight": own, "verifier_norm.weight": norm})
     with pytest.raises(ValueError, match=r"a copy of the target's: give target="):
         read_dflash(folder)
@@ -263,7 +263,7 @@ def test_a_medusa_file_in_bfloat16_is_read_as_what_is_asked_for(tmp_path):
     folder, tensors = published(tmp_path / "m", dtype=ml_dtypes.bfloat16)
     params = read_medusa(folder)[1]
     assert params["heads"][0]["projection"].dtype == jnp.float32
-    np.testing.assert_array_equal(params["heads"][0]["projection"], tensors["0.2.weight"].T.astype(np.float32))
+    np.testing.assert_array_equal(params["heads"][0]["projection"], tensors["0.2.weight"].astype(np.float32))
     coarse = read_medusa(folder, dtype=jnp.bfloat16)[1]
     medusa(MedusaConfig(HIDDEN, V, 3, 2), coarse, world.small_target())
     assert coarse["heads"][0]["projection"].dtype == jnp.bfloat16

@@ -66,8 +66,8 @@ def oracle_heads(text, size, shift=0, num_heads=3):
     text = np.asarray([*text, *[0] * size])
     params = {"heads": {}}
     for i in range(num_heads):
-        projection = np.zeros((size, V), np.float32)
-        projection[np.arange(size), text[np.arange(size) + 2 + i + shift]] = 50.0
+        projection = np.zeros((V, size), np.float32)
+        projection[text[np.arange(size) + 2 + i + shift], np.arange(size)] = 50.0
         params["heads"][i] = {"projection": jnp.asarray(projection)}
     return config, params
 
@@ -120,9 +120,9 @@ def numpy_logits(params, hidden, shared=None):
     for head in params["heads"].values():
         x = np.asarray(hidden, np.float64)
         for block in head.get("blocks", {}).values():
-            y = x @ np.asarray(block["weight"], np.float64) + np.asarray(block["bias"], np.float64)
+            y = x @ np.asarray(block["weight"], np.float64).T + np.asarray(block["bias"], np.float64)
             x = x + y / (1 + np.exp(-y))
-        result.append(x @ np.asarray(head.get("projection", shared), np.float64))
+        result.append(x @ np.asarray(head.get("projection", shared), np.float64).T)
     return np.stack(result)
 
 
@@ -203,7 +203,7 @@ def test_a_large_tree_builds_no_law_per_node():
     vocab, batch = 49_152, 1
     config = MedusaConfig(HIDDEN, vocab, num_heads=4)
     model = world.target().model._replace(vocab_size=vocab)
-    embedding = jax.ShapeDtypeStruct((HIDDEN, vocab), jnp.float32)
+    embedding = jax.ShapeDtypeStruct((vocab, HIDDEN), jnp.float32)
     lm = world.target()._replace(model=model, params={"embedding": embedding})
     drafter = medusa(config, abstract_params(config), lm, tree=specjax.tree.choices(MEDUSA_CHOICES))
     text = padded([[1, 2]])
@@ -216,7 +216,7 @@ def test_fresh_heads_with_a_target_repeat_its_own_prediction():
     """As in the paper: blocks that do nothing, the target's projection, copied or shared."""
     lm = world.small_target()
     state = begun(heads(SMALL, lm))
-    own = np.asarray(state.drafter) @ np.asarray(lm.params["head"])
+    own = np.asarray(state.drafter) @ np.asarray(lm.params["head"]).T
     for config in (SMALL, MedusaConfig(HIDDEN, V, num_heads=2, shared=True)):
         drafter = medusa(config, fresh_params(config, lm), lm, tree=specjax.tree.chain(2))
         got = proposal_of(drafter, state)
@@ -266,8 +266,8 @@ def test_weights_that_are_not_the_configurations_are_refused_by_name():
     lost = {"heads": {k: v for k, v in params["heads"].items() if k != 1}}
     with pytest.raises(ValueError, match=r"weight heads/1/blocks/0/bias is missing, the configuration needs \(8,\)"):
         medusa(HEADS, lost, lm)
-    wide = {"heads": params["heads"] | {2: params["heads"][2] | {"projection": jnp.zeros((8, 4))}}}
-    with pytest.raises(ValueError, match=r"heads/2/projection has shape \(8, 4\), the configuration needs \(8, 3\)"):
+    wide = {"heads": params["heads"] | {2: params["heads"][2] | {"projection": jnp.zeros((4, 8))}}}
+    with pytest.raises(ValueError, match=r"heads/2/projection has shape \(4, 8\), the configuration needs \(3, 8\)"):
         medusa(HEADS, wide, lm)
     more = {"heads": params["heads"] | {3: params["heads"][2]}}
     with pytest.raises(ValueError, match=r"heads/3/blocks/0/bias has shape \(8,\), the configuration knows no such"):

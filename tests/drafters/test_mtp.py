@@ -119,7 +119,7 @@ def test_case_100_the_halves_of_the_projection_are_embedding_then_hidden():
         return head.step(weights, 0, token, hidden, positions, slots, cache)[0]
 
     def said(half, token, hidden):
-        kept = jnp.zeros_like(projection).at[half].set(projection[half])
+        kept = jnp.zeros_like(projection).at[:, half].set(projection[:, half])
         return np.asarray(step(kept, jnp.asarray([[token]]), hidden))
 
     first, second = slice(0, e), slice(e, 2 * e)

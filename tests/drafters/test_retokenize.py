@@ -62,7 +62,7 @@ def test_the_target_itself_under_other_ids_is_always_right():
     banned = {"banned_tokens": [0, 1]}
     theirs = LanguageModel(model, params, Text(SINGLE))
     order = np.array([4, 7, 3, 8, 2, 6, 5])  # no control tokens
-    same = {**params, "embed": params["embed"][order], "head": params["head"][:, order]}
+    same = {**params, "embed": params["embed"][order], "head": params["head"][order]}
     draft = LanguageModel(hash_lm(HashConfig(len(order)))[0], same, Text([SINGLE[i] for i in order]))
     prompts = [theirs.tokenizer.encode(text) for text in ("abc", "f", "ab cd", "eeee")]
     drafter = drafters.retokenize(draft, theirs, 3)

@@ -181,7 +181,7 @@ def permuted() -> LanguageModel:
     order = np.random.default_rng(2).permutation(V)
     pieces = [PIECES[i] for i in order]
     lm = target()
-    params = {**lm.params, "embed": lm.params["embed"][order], "head": lm.params["head"][:, order]}
+    params = {**lm.params, "embed": lm.params["embed"][order], "head": lm.params["head"][order]}
     return LanguageModel(lm.model, params, Toy(pieces))
 
 
@@ -276,7 +276,7 @@ def test_proposed_laws_are_over_shared_tokens_and_warped_there():
     """Cases 1 and 122: each token has mass in its law; bans, top-k and penalties count target ids; no padded id, though
     the draft model is sure of one."""
     draft = other(size=32)
-    params = {**draft.params, "head": draft.params["head"].at[:, len(OTHER) :].multiply(50.0)}
+    params = {**draft.params, "head": draft.params["head"].at[len(OTHER) :].multiply(50.0)}
     drafter = drafters.translate(draft._replace(params=params), toy_target(), 3)
     ids = np.asarray(drafter.params.vocabularies.target_ids)
     assert {PIECES[i] for i in range(V)} - {PIECES[i] for i in ids} == {b"ab", b"e", b"\xe2\x82\xac"}

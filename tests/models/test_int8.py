@@ -77,7 +77,7 @@ def test_logits_of_any_family_are_those_of_the_rounded_weights(name):
 
 def test_whole_numbers_are_exact_operands_in_bfloat16():
     """Only the activations are rounded: for activations of few bits both types say the same."""
-    values = jnp.arange(-127, 128, dtype=jnp.int8)[:, None]
+    values = jnp.arange(-127, 128, dtype=jnp.int8)[None]
     scale, x = jnp.ones(1, jnp.float32), jnp.eye(255)[None]
     for dtype in (jnp.float32, jnp.bfloat16):
         out = llama.linear(x, llama.nnx.Param(values), None, llama.nnx.Param(scale), dtype)
@@ -150,7 +150,7 @@ def test_random_weights_have_the_size_of_floats():
     config = dataclasses.replace(hf_config.parse_config(tiny.CONFIG), quantization="int8")
     layer = llama.Llama(config).layers[0]
     for name in int8.MATRICES:
-        made = getattr(layer, name)[...].astype(jnp.float32) * getattr(layer, name + "_scale")[...][None]
+        made = getattr(layer, name)[...].astype(jnp.float32) * getattr(layer, name + "_scale")[...][:, None]
         np.testing.assert_allclose(np.std(made), 0.02, rtol=0.1)
 
 
@@ -161,8 +161,8 @@ def test_on_a_mesh_values_and_scales_lie_in_parts(tmp_path, place):
     lm = load(path, quantize="int8", mesh=mesh) if place == "loaded" else sharding.place(mesh, alone)
     layer, parts = lm.params["layers"][0], lambda x: {shard.data.shape for shard in x.addressable_shards}
     assert layer["qkv"].dtype == jnp.int8
-    assert parts(layer["qkv"]) == {(20, 32)} and parts(layer["qkv_scale"]) == {(32,)}
-    assert parts(layer["gate_up_scale"]) == {(tiny.FFN,)} and parts(layer["down"]) == {(tiny.FFN // 2, 20)}
+    assert parts(layer["qkv"]) == {(32, 20)} and parts(layer["qkv_scale"]) == {(32,)}
+    assert parts(layer["gate_up_scale"]) == {(tiny.FFN,)} and parts(layer["down"]) == {(20, tiny.FFN // 2)}
     assert parts(layer["down_scale"]) == {(20,)}
     if place == "loaded":
-        np.testing.assert_allclose(logits(lm), logits(alone), rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(logits(lm), logits(alone), rtol=2e-4, atol=2e-4)

@@ -130,7 +130,7 @@ def test_a_tied_model_may_repeat_its_embedding_as_head_but_not_bring_another():
         params_of(weights, TIED)
 
 
-def test_kernels_are_transposed_once_and_joined_in_turns():
+def test_kernels_are_kept_as_they_are_and_joined_in_turns():
     """Two query heads, a key and a value for each key head; a quarter of gate and of up at a time."""
     weights = tiny.tensors()
     params = params_of(weights)
@@ -139,12 +139,12 @@ def test_kernels_are_transposed_once_and_joined_in_turns():
     gate_up = tiny.in_turns([weights[f"{prefix}mlp.{x}_proj.weight"] for x in ("gate", "up")], 7, 7)
     np.testing.assert_array_equal(layer["qkv"], qkv)
     np.testing.assert_array_equal(layer["gate_up"], gate_up)
-    np.testing.assert_array_equal(layer["o"], weights[f"{prefix}self_attn.o_proj.weight"].T)
-    np.testing.assert_array_equal(layer["down"], weights[f"{prefix}mlp.down_proj.weight"].T)
-    np.testing.assert_array_equal(params["head"], weights["lm_head.weight"].T)
+    np.testing.assert_array_equal(layer["o"], weights[f"{prefix}self_attn.o_proj.weight"])
+    np.testing.assert_array_equal(layer["down"], weights[f"{prefix}mlp.down_proj.weight"])
+    np.testing.assert_array_equal(params["head"], weights["lm_head.weight"])
 
 
-def test_what_was_made_for_a_model_before_columns_were_in_turns_still_knows_it():
+def test_what_was_made_for_a_model_whose_weights_lay_otherwise_still_knows_it():
     whole, rounded = (load(tiny.TINY_MODELS / "qwen2_bias", quantize=how) for how in (None, "int8"))  # biases, scales
     assert fingerprint(whole)[:16] == "4530c257930ff7d8" and fingerprint(rounded)[:16] == "783543d0823dea72"
 
@@ -159,7 +159,7 @@ def test_stored_types_are_converted_to_the_asked_one(tmp_path, stored, dtype):
     lm = load(tiny.write_directory(tmp_path / "m", weights), dtype=dtype)
     assert {leaf.dtype for leaf in jax.tree.leaves(lm.params)} == {jnp.dtype(dtype)}
     expected = weights["model.embed_tokens.weight"].astype(ml_dtypes.bfloat16 if dtype == "bfloat16" else np.float32)
-    np.testing.assert_array_equal(np.asarray(lm.params["embedding"]).T, expected)
+    np.testing.assert_array_equal(lm.params["embedding"], expected)
 
 
 @pytest.mark.parametrize("dtype", ["int8", "float16", "float64", jnp.float16, "nonsense"])

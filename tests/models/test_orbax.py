@@ -185,11 +185,11 @@ def reweigh(path, dtype):
         (lambda path: cut(path / "params" / "manifest.ocdbt"), r"params is damaged: manifest\.ocdbt has \d+ bytes"),
         (lambda path: (path / "tokenizer.json").unlink(), r"tokenizer\.json is missing"),
         (lambda path: (path / "specjax.json").write_text("{"), r"specjax\.json is not valid JSON"),
-        (lambda path: edit(path, lambda m: m.update(format=3)), "format 3"),
+        (lambda path: edit(path, lambda m: m.update(format=4)), "format 4"),
         (lambda path: edit(path, lambda m: m.update(family="rnn")), "family 'rnn'"),
         (lambda path: edit(path, lambda m: m["config"].update(num_layers=13)), r"layers\.12\.down is missing"),
         (lambda path: edit(path, lambda m: m["config"].update(num_layers=11)), r"layers\.11\.\w+ is .*no such weight"),
-        (lambda path: edit(path, lambda m: m["config"].update(vocab_size=41)), r"weight embedding is \(20, 40\)"),
+        (lambda path: edit(path, lambda m: m["config"].update(vocab_size=41)), r"weight embedding is \(40, 20\)"),
         (lambda path: edit(path, lambda m: m.pop("files")), r"specjax\.json: files is missing; .* newer version"),
         (lambda path: edit(path, lambda m: m.update(files=["d"])), r"specjax\.json: files = \['d'\] is not understood"),
         (lambda path: edit(path, lambda m: m.update(files={})), r"json: files = {} names no file of weights"),
@@ -222,29 +222,36 @@ def test_a_damaged_checkpoint_is_an_error_that_says_what_is_wrong(tmp_path, lm, 
 
 
 def side_by_side(layer, heads, key_heads, dim, blocks):
-    """A layer with its columns as format 1 had them: all queries, keys, values; all of gate, all of up."""
+    """A layer with its rows as format 1 had its columns: all queries, keys, values; all of gate, all of up."""
     group = heads // key_heads + 2
     kinds = range(group - 2), [group - 2], [group - 1]
     head = [g * group + i for own in kinds for g in range(key_heads) for i in own]
     order = {
         "qkv": [dim * each + j for each in head for j in range(dim)],
-        "gate_up": [2 * size * block + half * size + j for size in [layer["down"].shape[0] // blocks]
+        "gate_up": [2 * size * block + half * size + j for size in [layer["down"].shape[1] // blocks]
                     for half in (0, 1) for block in range(blocks) for j in range(size)],
     }  # fmt: skip
-    return {name: np.asarray(x)[..., order.get(name.removesuffix("_scale"), slice(None))] for name, x in layer.items()}
+    return {name: np.asarray(x)[order.get(name.removesuffix("_scale"), slice(None))] for name, x in layer.items()}
 
 
+@pytest.mark.parametrize("form", [1, 2])
 @pytest.mark.parametrize("quantize", [None, "int8"])
-def test_the_columns_of_an_older_checkpoint_are_put_in_order(tmp_path, quantize):
+def test_the_weights_of_an_older_checkpoint_are_put_in_order(tmp_path, quantize, form):
+    """Both had [in, out], the first besides all queries before all keys; large arrays are read in parts."""
     lm = load(tiny.write_directory(tmp_path / "tiny"), quantize=quantize)
     orbax.save(tmp_path / "saved", lm)
     shutil.rmtree(tmp_path / "saved" / "params")
-    layers = {i: side_by_side(layer, 4, 2, 8, 4) for i, layer in lm.params["layers"].items()}
-    orbax._write(tmp_path / "saved" / "params", orbax._named({**lm.params, "layers": layers}))
-    edit(tmp_path / "saved", lambda m: m.update(orbax._facts(tmp_path / "saved" / "params"), format=1))
+    old = side_by_side if form == 1 else lambda layer, *sizes: layer
+    params = {**lm.params, "layers": {i: old(layer, 4, 2, 8, 4) for i, layer in lm.params["layers"].items()}}
+    params = jax.tree.map(lambda x: np.ascontiguousarray(np.asarray(x).T), params)
+    orbax._write(tmp_path / "saved" / "params", orbax._named(params))
+    edit(tmp_path / "saved", lambda m: m.update(orbax._facts(tmp_path / "saved" / "params"), format=form))
     assert_equal(load(tmp_path / "saved").params, lm.params)
-    edit(tmp_path / "saved", lambda m: m.update(format=2))
+    edit(tmp_path / "saved", lambda m: m.update(format=3 - form))
     assert not np.array_equal(load(tmp_path / "saved").params["layers"][0]["qkv"], lm.params["layers"][0]["qkv"])
+    edit(tmp_path / "saved", lambda m: m.update(format=3))
+    with pytest.raises(ValueError, match=r"weight embedding is \(20, 40\), the model needs \(40, 20\)"):
+        load(tmp_path / "saved")
 
 
 def flip(folder):

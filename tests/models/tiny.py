@@ -48,11 +48,11 @@ def tensors(seed=0, layers=LAYERS, tied=False):
 
 
 def in_turns(tensors, *blocks):
-    """Rows of matrices, so many of each in turn, as the columns of one."""
+    """Rows of matrices, so many of each in turn, as the rows of one."""
     return np.stack([
         x[turn * size + row]
         for turn in range(len(tensors[0]) // blocks[0]) for x, size in zip(tensors, blocks) for row in range(size)
-    ], axis=-1)  # fmt: skip
+    ])  # fmt: skip
 
 
 def write_directory(path, weights=None, files=1, **overrides):

@@ -32,7 +32,7 @@ def hash_params(config: HashConfig, seed: int) -> dict[str, np.ndarray]:
         "key": normal(n, d, d, scale=d**-0.5),
         "value": normal(n, d, d, scale=d**-0.5),
         "out": normal(n, d, d, scale=3 * d**-0.5),
-        "head": normal(d, v, scale=config.sharpness * d**-0.5),
+        "head": normal(d, v, scale=config.sharpness * d**-0.5).T,
     }
 
 
@@ -69,4 +69,4 @@ def hash_logits(config: HashConfig, params: dict[str, np.ndarray], tokens) -> np
         share = np.exp(scores - scores.max(-1, keepdims=True))
         share /= share.sum(-1, keepdims=True)
         x = x + np.einsum("hts,shd->thd", share, v).reshape(x.shape) @ weights["out"][layer]
-    return normed(x) @ weights["head"]
+    return normed(x) @ weights["head"].T
