@@ -268,3 +268,14 @@ def test_the_margin_of_a_drawn_token_is_that_of_noise_or_nucleus(top_p, a, b):
     best, second = np.sort(scores)[:-3:-1]
     assert found is not None and found.index == 0
     assert found.margin == pytest.approx(min(best - second, *edges, np.inf), abs=1e-5)
+
+
+def test_the_type_that_reads_a_window_faster_comes_first(bench, monkeypatch):
+    """A fake clock: nothing is timed."""
+    times = {"float32": 3.0, "bfloat16": 2.0}
+    monkeypatch.setattr(bench.parts, "passes", lambda lm, *sizes: bench.parts.Part(lambda: None))
+    monkeypatch.setattr(bench.parts.Timer, "median", lambda self, name: times[name])
+    models = dict.fromkeys(times)
+    assert list(bench.parts.quickest(models, turns=1).items()) == [("bfloat16", 2.0), ("float32", 3.0)]
+    times["bfloat16"] = 4.0
+    assert list(bench.parts.quickest(models, turns=1)) == ["float32", "bfloat16"]

@@ -146,6 +146,27 @@ def test_directories_become_drafters(script, tmp_path):
         build(script.parse(["hi", "--drafter", str(tmp_path)]), lm)
 
 
+@pytest.mark.parametrize("line, fast, loaded, chosen", [
+    ("--demo --compare", "float32", ["bfloat16", "float32"], "float32"),
+    ("--demo", "bfloat16", ["bfloat16", "float32"], "bfloat16"),
+    ("--demo --dtype bfloat16", "float32", ["bfloat16"], "bfloat16"),
+    ("hi --compare", "bfloat16", ["float32", "bfloat16"], "float32"),
+])  # fmt: skip
+def test_an_open_type_is_the_one_that_reads_windows_faster_and_rivals_are_kept_to_compare(
+    script, monkeypatch, line, fast, loaded, chosen
+):
+    import bench_parts
+
+    asked, other = [], {"float32": "bfloat16", "bfloat16": "float32"}[fast]
+    monkeypatch.setattr(specjax, "load", lambda name, *, dtype, mesh: asked.append(dtype) or dtype)
+    monkeypatch.setattr(bench_parts, "quickest", lambda models: {fast: 1.0, other: 2.0})
+    monkeypatch.setattr(script, "rival", lambda dtype: {"float32": "bfloat16", "bfloat16": "float32"}[dtype])
+    args = script.parse(line.split())
+    models = script.load(args, None)
+    assert asked == loaded and args.dtype == chosen and models[chosen] == chosen
+    assert len(models) == (2 if args.compare else 1)
+
+
 def test_the_type_of_the_demo_is_open_unless_told(script):
     assert [script.parse(line.split()).dtype for line in ("hi", "--demo", "--demo --dtype float32")] == [
         "float32", None, "float32"
