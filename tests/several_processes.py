@@ -50,7 +50,7 @@ def compared(there):
 
     own = np.arange(64, dtype=np.float32).reshape(8, 8)
     embedding = sharding.place_params(there, {"embedding": own})["embedding"]
-    assert sorted({shard.data.shape for shard in embedding.addressable_shards}) == [(8, 2)]
+    assert sorted({shard.data.shape for shard in embedding.addressable_shards}) == [(2, 8)]
     return [processes.each(int(equal(embedding, copy))) for copy in (own, own + (own == 7), own + (own == 0))]
 
 

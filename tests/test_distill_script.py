@@ -241,7 +241,7 @@ def test_every_student_goes_from_text_to_decoding(script, text, tmp_path, monkey
     assert "3 steps of 2 x 16" in printed and "tau, macro" in printed
     metrics = (tmp_path / "run" / "training" / "metrics.jsonl").read_text().splitlines()
     assert sum('"loss"' in row for row in metrics) == 3
-    qkv, shape = written[0].params["layers"][0]["qkv"], (64, 128 // (2 if student == "medusa" else 1))
+    qkv, shape = written[0].params["layers"][0]["qkv"], (128 // (2 if student == "medusa" else 1), 64)
     assert {shard.data.shape for shard in qkv.addressable_shards} == {shape}
     drafter = specjax.load_drafter(tmp_path / "run", specjax.load(TINY))
     prompt = [5, 6, 7, 8]

@@ -73,7 +73,7 @@ CHOSEN = [*(("draft model", shape) for shape in MESHES), ("tree", (2, 4)), ("cas
 def test_a_mesh_decodes_the_same(way, shape):
     """Draft model and its cache in parts too, drawn chains; trees of a head that every device has; lookups."""
     lm = sharding.place(sharding.make_mesh(*shape), alone())
-    assert parts(lm.params["layers"][0]["qkv"]) == {(32, 96 // shape[1])}
+    assert parts(lm.params["layers"][0]["qkv"]) == {(96 // shape[1], 32)}
     out = decoded(lm, way)
     assert out.tokens == expected(way).tokens and out.stats.tau > 1
     jax.tree.map(np.testing.assert_array_equal, out.stats.counts, expected(way).stats.counts)
@@ -195,4 +195,4 @@ def test_every_student_learns_the_same_on_a_mesh():
     for ours, theirs in zip(jax.tree.leaves(there.params), jax.tree.leaves(here.params), strict=True):
         np.testing.assert_allclose(ours, theirs, atol=1e-6)
     for name in ("eagle", "draft model"):
-        assert parts(there.params[name]["layers"][0]["o"]) == {(8, 32)}
+        assert parts(there.params[name]["layers"][0]["o"]) == {(32, 8)}
