@@ -12,8 +12,8 @@ values go to scratch slots. The feature of the pending token is not known yet: t
 Embedding and head are the target's, by reference; a reduced vocabulary has a head of its own.
 
 Weights, matrices [out, in] (`specjax.drafters.dflash_files` for the published layout): fc [E, F E], hidden_norm [E],
-layers/i as in `specjax.models.llama_params`, norm [E]; for a reduced vocabulary of M tokens head [E, M] and ids [M],
-the target's ids in ascending order; above [V, R] and out [R, M] of the Markov term; confidence [E or E + R] and
+layers/i as in `specjax.models.llama_params`, norm [E]; for a reduced vocabulary of M tokens head [M, E] and ids [M],
+the target's ids in ascending order; above [V, R] and out [M, R] of the Markov term; confidence [E or E + R] and
 confidence_bias [] of the confidence head.
 """
 

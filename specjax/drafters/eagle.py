@@ -22,10 +22,10 @@ of the speculators library):
     fc_bias               [E]                fc.bias                         EAGLE-1, fc_bias
     input_norm            [F Et]             input_norm.weight               norm_before_fc
     fc_norm/j             [Et]               fc_norm.j.weight                fc_norm
-    layers/i/..           see llama_params   layers.i...                     EAGLE-3: layers/0/qkv is [2 E, ..]
+    layers/i/..           see llama_params   layers.i...                     EAGLE-3: layers/0/qkv is [.., 2 E]
     layers/0/hidden_norm  [E]                layers.0.hidden_norm.weight     EAGLE-3
     norm                  [E]                norm.weight                     EAGLE-3
-    head                  [E, M]             lm_head.weight                  the target's columns if absent
+    head                  [M, E]             lm_head.weight                  the target's rows if absent
     ids                   [M] int32          d2t (as offsets)                a reduced vocabulary: target ids, ascending
 """
 

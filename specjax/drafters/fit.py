@@ -113,4 +113,4 @@ def check_ids(what: str, ids: Any, size: int, vocab_size: int) -> None:
     if outside.size:
         raise ValueError(f"{what}: ids has {outside[0]}, outside the target's vocabulary of {vocab_size} tokens")
     if np.any(np.diff(array) <= 0):
-        raise ValueError(f"{what}: ids must be different and in ascending order (permute the head's columns with them)")
+        raise ValueError(f"{what}: ids must be different and in ascending order (permute the head's rows with them)")

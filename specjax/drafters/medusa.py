@@ -9,7 +9,7 @@ token t + 1 + i. When a round starts, t is the pending token: head 0 speaks abou
 
 Weights, matrices [out, in] (`specjax.drafters.medusa_files` for the published layout):
 
-    heads/i/blocks/j/weight [E, E], heads/i/blocks/j/bias [E]    x + silu(x W + b)
+    heads/i/blocks/j/weight [E, E], heads/i/blocks/j/bias [E]    x + silu(x W^T + b)
     heads/i/projection [V, E]                                    absent when the target's projection is shared
 """
 

@@ -23,7 +23,7 @@ Hugging Face tensors (i counts layers) to the tree; matrices are ``[out, in]`` t
 
 Tensors "in turns" share the rows of one matrix in a repeating order, so that a device which holds a contiguous part
 of them holds what belongs together, and needs nothing of the others to go on. In qkv each key head has its query heads,
-then its key, then its value. In gate_up a block of `gate_block` columns of gate stands before the same rows of up.
+then its key, then its value. In gate_up a block of `gate_block` rows of gate stands before the same rows of up.
 
 Norms are those of ``norms="before"``. Families that norm what attention and MLP give back have other names for them:
 

@@ -33,7 +33,7 @@ from specjax.types import PyTree
 MANIFEST = "specjax.json"
 _FORMAT = 3
 _FORMATS = (1, 2, 3)  # that are read; in the first the tensors of qkv and gate_up are side by side and not in turns
-_TURNED = (1, 2)  # in which matrices are [in, out], all but those whose rows are looked up
+_TURNED = (1, 2)  # in which matrices are [in, out], all but DFlash's ``above``, [V, R] then too
 _LOOKED_UP = ("above",)
 _CHUNK = 2**22  # bytes of an array that are written, and read, at a time
 _BLOCK = 2**22  # bytes of a file that are summed at a time
@@ -339,7 +339,7 @@ def _reader(
         order = None if form != 1 or layers is None else llama_params.side_by_side(layers, name)
         if order is not None:
             array = array[..., np.argsort(order)]
-        if _turned(name, form):
+        if _turned(name, form) and len(shape) == 2:
             array, chunk = array.T, chunk[::-1]
         if len(shape) != 2 or chunk[0] >= shape[0]:
             return read(array)

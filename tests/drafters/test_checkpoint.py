@@ -28,7 +28,7 @@ from specjax.drafters.medusa import MedusaConfig
 from specjax.drafters.medusa import fresh_params as medusa_params
 from specjax.drafters.mtp import MTPConfig
 from specjax.drafters.mtp import fresh_params as mtp_params
-from specjax.models import LlamaConfig
+from specjax.models import LlamaConfig, orbax
 from specjax.types import Committed
 from tests.drafters.parallel_world import small_target
 from tests.models.test_orbax import flip
@@ -279,6 +279,9 @@ HEADS = {
     "MTP": MTPConfig(LAYERS, (4,), num_modules=2),
     "MTP, one module": MTPConfig(LAYERS, (4,), norm_output=True),
     "DFlash": DFlashConfig(TWO, (1, 2), 3, 4, draft_vocab_size=5),
+    "DFlash, Markov and confidence": DFlashConfig(
+        TWO, (1, 2), 3, 4, draft_vocab_size=5, markov_rank=3, confidence=True, confidence_with_markov=True
+    ),
     "Medusa": MedusaConfig(8, 40, num_heads=2),
 }
 
@@ -309,6 +312,23 @@ def test_what_is_saved_is_read_back_bit_for_bit(tmp_path, name, format):
         return
     save_drafter(tmp_path / "x", config, params, format=format, target="org/name")
     again, other = read(tmp_path / "x")
+    assert again == config
+    assert_same(params, other)
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_heads_of_the_format_before_are_read_bit_for_bit(tmp_path, name):
+    """Its matrices were [in, out], all but those whose rows are looked up without being multiplied."""
+    config, folder = HEADS[name], tmp_path / "x"
+    params = fresh(config)
+    save_drafter(folder, config, params, format="orbax")
+    shutil.rmtree(folder / "params")
+    old = {name: np.asarray(leaf) if name == "above" else np.array(np.asarray(leaf).T)
+           for name, leaf in orbax._named(params).items()}  # fmt: skip
+    orbax._write(folder / "params", old)
+    manifest = json.loads((folder / MANIFEST).read_text())
+    (folder / MANIFEST).write_text(json.dumps({**manifest, **orbax._facts(folder / "params"), "format": 2}))
+    again, other = read(folder)
     assert again == config
     assert_same(params, other)
 
