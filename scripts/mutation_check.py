@@ -62,9 +62,10 @@ MUTANTS = [
            "law = jnp.where((candidate & ~kept)[:, None], rest, law)", "pass", ACCEPT),
     Mutant("a node judged under the wrong parent", "accept", "(parents[:, node] + 1 == walk.last)",
            "(parents[:, node] + 1 <= walk.last)", ACCEPT),
-    Mutant("block's correction not scaled", "accept", "prefixes[rows, num_accepted][:, None] * law", "law", ACCEPT),
-    Mutant("match draws every depth with one noise", "accept", "positions + depth + 1, target_probs",
-           "positions + 1, target_probs", (f"{JOINT}::test_match_says_the_same_whatever_drafts",)),
+    Mutant("block's correction not scaled", "accept", "rows.take(prefixes, num_accepted)[:, None] * law", "law",
+           ACCEPT),
+    Mutant("match draws every depth with one noise", "accept", "positions + depth + 1, rows.take",
+           "positions + 1, rows.take", (f"{JOINT}::test_match_says_the_same_whatever_drafts",)),
     Mutant("accept and residual noise are the same bits", "accept", "at(keys, Role.RESIDUAL, positions)",
            "at(keys, Role.ACCEPT, positions)", (*ACCEPT, CHAIN)),
     Mutant("roles of neighbouring positions collide", "noise", "positions.astype(jnp.uint32) * len(Role) + role",
@@ -81,7 +82,8 @@ MUTANTS = [
     Mutant("a path not moved to the front", "cache", "slots = (cache.lengths[:, None] + path)[:, None, :, None]",
            "slots = (cache.lengths[:, None] + jnp.arange(path.shape[1])[None])[:, None, :, None]",
            ("tests/test_cache.py",)),
-    Mutant("writes past the end are clamped", "cache", 'mode="drop")', 'mode="clip")', ("tests/test_cache.py",)),
+    Mutant("writes past the end are clamped", "cache", 'mode="drop", indices', 'mode="clip", indices',
+           ("tests/test_cache.py",)),
 ]  # fmt: skip
 
 

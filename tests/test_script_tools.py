@@ -105,3 +105,11 @@ def test_plain_decoding_in_float32_is_no_rival_of_bfloat16_on_an_accelerator(too
     assert [tools.rival(dtype) for dtype in ("float32", "bfloat16")] == ["bfloat16", "float32"]
     monkeypatch.setattr(tools.jax, "default_backend", lambda: "tpu")
     assert [tools.rival(dtype) for dtype in ("float32", "bfloat16")] == ["bfloat16", None]
+
+
+def test_mutants_still_name_one_place_each():
+    """Else a run of all of them would stop at the first that the code has outgrown."""
+    with scripts.imported("mutation_check") as check:
+        for mutant in check.MUTANTS:
+            source = (check.ROOT / "specjax" / f"{mutant.file}.py").read_text()
+            assert source.count(mutant.right) == 1, mutant.what

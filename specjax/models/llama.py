@@ -56,7 +56,7 @@ def linear(
         y = _by_cores(rows, matrix, product)
     else:
         y = product("ti,oi->to", rows, matrix)
-    y = y.reshape(*x.shape[:-1], -1)
+    y = y.reshape(*x.shape[:-1], len(matrix))
     y = y if scale is None else y * _row(scale)
     return y if bias is None else y + _row(bias)
 
@@ -67,8 +67,8 @@ def _by_cores(rows: Array, matrix: Array, product: Callable) -> Array:
     count, parts = len(rows), math.gcd(len(matrix), CORES)
     width = count if count <= 4 else -(-count // 8) * 8  # sizes between have slow kernels
     rows = jnp.broadcast_to(jnp.pad(rows, ((0, width - count), (0, 0))), (parts, width, rows.shape[1]))
-    y = product("poi,pti->pot", matrix.reshape(parts, -1, matrix.shape[1]), rows)
-    return y.reshape(-1, width).T[:count]
+    y = product("poi,pti->pot", matrix.reshape(parts, len(matrix) // parts, matrix.shape[1]), rows)
+    return y.reshape(len(matrix), width).T[:count]
 
 
 def rms_norm(x: Array, scale: nnx.Param, eps: float, offset: float = 0.0) -> Array:

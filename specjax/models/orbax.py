@@ -33,8 +33,6 @@ from specjax.types import PyTree
 MANIFEST = "specjax.json"
 _FORMAT = 3
 _FORMATS = (1, 2, 3)  # that are read; in the first the tensors of qkv and gate_up are side by side and not in turns
-_TURNED = (1, 2)  # in which matrices are [in, out], all but DFlash's ``above``, [V, R] then too
-_LOOKED_UP = ("above",)
 _CHUNK = 2**22  # bytes of an array that are written, and read, at a time
 _BLOCK = 2**22  # bytes of a file that are summed at a time
 _THREADS = 4  # that sum files
@@ -293,7 +291,8 @@ def _restore(
 
 
 def _turned(name: str, form: int) -> bool:
-    return form in _TURNED and not name.endswith(_LOOKED_UP)
+    """Before format 3 matrices were [in, out], all but DFlash's ``above``, which was [V, R] then too."""
+    return form < 3 and not name.endswith("above")
 
 
 def _check_shapes(folder: pathlib.Path, expected: Mapping[str, Any], form: int) -> None:
