@@ -31,7 +31,7 @@ def run(directory, count):
         env = os.environ | {
             "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT), "SPECJAX_CACHE": str(ROOT / ".cache"),
             "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.3",
-            "XLA_FLAGS": f"--xla_force_host_platform_device_count={4 // count} --xla_backend_optimization_level=0",
+            "XLA_FLAGS": os.environ["XLA_FLAGS"].replace("device_count=8", f"device_count={4 // count}"),
         }  # fmt: skip
         if count > 1:
             env |= {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}", "JAX_NUM_PROCESSES": str(count),
