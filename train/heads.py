@@ -145,8 +145,8 @@ def laws(
         return _medusa(config, params, _weight(weights, "head"), features, lay, depth)
     if isinstance(config, EagleConfig):
         own = {name: leaf for name, leaf in params.items() if name != "ids"}
-        if "head" not in own:  # frozen: the target's columns
-            own["head"] = _columns(_weight(weights, "head"), ids(params))
+        if "head" not in own:  # frozen: the target's rows
+            own["head"] = _rows(_weight(weights, "head"), ids(params))
         own = {"weights": {"embedding": _weight(weights, "embedding"), **own}, "ids": ids(params)}
         return _recurrent(eagle_head(config), own, tokens, features, lay, depth)
     if isinstance(config, MTPConfig):
@@ -184,8 +184,8 @@ def _weight(weights: PyTree, name: str) -> Array:
     return weights.get(name, weights["embedding"])
 
 
-def _columns(weight: Array, columns: Array | None) -> Array:
-    return weight if columns is None else weight[columns]
+def _rows(weight: Array, ids: Array | None) -> Array:
+    return weight if ids is None else weight[ids]
 
 
 def about_one_text(lay: Layout, first: Array, rows: Array, least: int = 0) -> Array:

@@ -95,7 +95,7 @@ def params_for(
       target: its params are unrolled or stacked.
       ids: [M] target ids of a reduced vocabulary, ascending; not looked at without one.
       seed: of what stays random.
-      own_head: for EAGLE-3, False leaves the output head to the target: its columns at ``ids``, which are neither
+      own_head: for EAGLE-3, False leaves the output head to the target: its rows at ``ids``, which are neither
         trained nor stored.
 
     Raises:
@@ -132,7 +132,7 @@ def _like(params: dict[str, Any], source: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _columns(target: LanguageModel, ids: Any) -> Array:
+def _head_rows(target: LanguageModel, ids: Any) -> Array:
     weight = target.params.get("head", target.params["embedding"])
     return jnp.array(weight if ids is None else weight[jnp.asarray(ids)], jnp.float32)
 
@@ -150,7 +150,7 @@ def _eagle(config: EagleConfig, params: PyTree, target: LanguageModel, ids: Any)
         qkv = jnp.concatenate([first["qkv"][:, :size], jnp.asarray(source["qkv"], first["qkv"].dtype)], axis=1)
         first |= {"qkv": qkv, "hidden_norm": jnp.array(source["input_norm"], qkv.dtype)}
         first["input_norm"] = jnp.ones_like(first["input_norm"])
-        params = {**params, "norm": jnp.array(target.params["final_norm"], qkv.dtype), "head": _columns(target, ids)}
+        params = {**params, "norm": jnp.array(target.params["final_norm"], qkv.dtype), "head": _head_rows(target, ids)}
     layers = getattr(target.config, "num_layers", 0)
     streams = [layer for layer in config.feature_layers if layer <= layers] or config.feature_layers
     stream = 1 if config.version == 1 else config.feature_layers.index(max(streams))  # beside the embedding
@@ -191,4 +191,4 @@ def _dflash(config: DFlashConfig, params: PyTree, target: LanguageModel) -> PyTr
         "hidden_norm": jnp.array(source["input_norm"], params["fc"].dtype),
         "norm": jnp.array(target.params["final_norm"], params["fc"].dtype),
     }  # fmt: skip
-    return made if not config.draft_vocab_size else {**made, "head": _columns(target, params["ids"])}
+    return made if not config.draft_vocab_size else {**made, "head": _head_rows(target, params["ids"])}

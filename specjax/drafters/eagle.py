@@ -252,7 +252,7 @@ def eagle(
 
     Args:
       config, params: the head, see the module's docstring; `load_drafter` reads one, `fresh_params` makes one.
-      target: the model it reads. Its embedding and head are referenced where params has none; of the head, the columns
+      target: the model it reads. Its embedding and head are referenced where params has none; of the head, the rows
         of a reduced vocabulary are copied.
       num_draft_tokens: chain length, default 4. A tree has its own number of nodes.
       tree: None draws a chain from the head's laws, each warped like the target's (rule "rejection"). Static parents
@@ -275,19 +275,19 @@ def eagle(
     params = parallel.named("EAGLE", params)
     if "embedding" not in params:
         params["embedding"] = fit.target_weight(what, target, "embedding")
-    columns = None  # of the target's head, to be copied
+    rows = None  # of the target's head, to be copied
     if "head" not in params:
         params["head"] = fit.target_weight(what, target, "head")
         if config.draft_vocab_size:
-            columns = params["head"]
-            params["head"] = jax.ShapeDtypeStruct((config.draft_vocab_size, columns.shape[1]), columns.dtype)
+            rows = params["head"]
+            params["head"] = jax.ShapeDtypeStruct((config.draft_vocab_size, rows.shape[1]), rows.dtype)
     parallel.check_params("EAGLE", params, abstract_params(config))
     ids = params.pop("ids", None)
     if ids is not None:
         fit.check_ids(what, ids, config.draft_vocab_size, sizes.vocab_size)
         ids = jnp.asarray(ids, jnp.int32)
-    if columns is not None:
-        params["head"] = columns[ids]
+    if rows is not None:
+        params["head"] = rows[ids]
     fit.check_context(what, sizes.max_position_embeddings, target, max_length)
     return recurrent.drafter(
         head_of(config), {"weights": params, "ids": ids}, feature_layers=config.feature_layers,

@@ -5,7 +5,7 @@
     older          config.json is that of a Llama with ``draft_vocab_size``; the first layer may be called ``midlayer``
 
 In both, d2t [M] holds offsets: draft token i is target token i + d2t[i]. t2d [V], if there, marks the same tokens. A
-file whose ids do not ascend gets the columns of its head reordered. Layer ids count the target's layers that have been
+file whose ids do not ascend gets the rows of its head reordered. Layer ids count the target's layers that have been
 applied, as ``feature_layers`` does; older files often do not say them, and no default could be told from a wrong one.
 """
 
@@ -26,7 +26,7 @@ from specjax.static import show
 from specjax.types import PyTree
 
 _LAYERS = "eagle_aux_hidden_state_layer_ids"
-_HEAD = "specjax_head"  # ours: "target" says that lm_head is not there, but columns of the target's
+_HEAD = "specjax_head"  # ours: "target" says that lm_head is not there, but rows of the target's
 _READ = {
     "speculators_model_type", "transformer_layer_config", "draft_vocab_size", "target_hidden_size", _LAYERS, _HEAD,
     *VARIANTS,

@@ -13,7 +13,8 @@ from specjax import processes
 from specjax.models.config import LlamaConfig
 from specjax.models.language_model import LanguageModel
 from specjax.models.llama_params import side_by_side
-from specjax.sharding import WEIGHTS
+
+TURNED = ("embedding", "head", "qkv", "o", "gate_up", "down")  # frozen, like all that makes a name
 
 
 def fingerprint(target: LanguageModel) -> str:
@@ -34,7 +35,7 @@ def fingerprint(target: LanguageModel) -> str:
     for path, leaf in jax.tree_util.tree_leaves_with_path(target.params):
         # Of [in, out] with the tensors side by side, as they once stood: whatever the order in memory, the name stays.
         name, shape = str(getattr(path[-1], "key", "")), np.shape(leaf)
-        turned = isinstance(config, LlamaConfig) and len(WEIGHTS.get(name, ())) == 2
+        turned = isinstance(config, LlamaConfig) and name in TURNED
         shape = (*shape[:-2], *shape[-2:][::-1]) if turned else shape
         digest.update(f"{jax.tree_util.keystr(path)} {shape}".encode())
         if jnp.issubdtype(leaf.dtype, jnp.floating) and leaf.size:

@@ -25,7 +25,7 @@ from specjax.sharding import KEYS, QUERIES, on_a_mesh, told
 from specjax.types import Array, KVCache, Model, ModelOutput
 
 FEW = 64  # rows of a window for which a product has one part for each core
-CORES = os.cpu_count() or 1
+CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 ACTIVATIONS = {"silu": jax.nn.silu, "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True)}
 
 

@@ -19,7 +19,7 @@ class HashConfig(NamedTuple):
 
 
 def hash_params(config: HashConfig, seed: int) -> dict[str, np.ndarray]:
-    """Fixed random float32 weights, [in, out]."""
+    """Fixed random float32 weights, [in, out]; the head is [V, D]."""
     rng = np.random.default_rng(seed)
     v, d, n = config.vocab_size, config.width, config.num_layers
 
