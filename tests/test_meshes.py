@@ -19,6 +19,8 @@ from specjax.train import initial, students, trainer
 from specjax.train.evaluate import Prompt, evaluate
 from specjax.train.settings import Settings
 from specjax.train.types import Batch, Mean
+from tests.doubles import hash_lm
+from tests.oracle.hashlm import HashConfig
 from tests.small import ToyTokenizer
 from tests.test_sharding import PROMPTS, parts
 from tests.train_world import drawn
@@ -49,10 +51,41 @@ def head():
     return fresh_params(HEAD, rngs=nnx.Rngs(5))
 
 
+def trained(name: str, lm: LanguageModel, **how):
+    """A head as training begins with it: a copy of the target's last layer, which is often right."""
+    config = STUDENTS[name]
+    return getattr(drafters, name)(config, initial.params_for(config, alone()), lm, **how)
+
+
+class Bytes(ToyTokenizer):
+    """A byte for every id, from ``first`` on."""
+
+    special_ids = frozenset((0, 1))
+
+    def __init__(self, size: int, first: int):
+        super().__init__((b"<s>", b"</s>", *(bytes([first + i]) for i in range(size - 2))))
+
+
+def translated(lm: LanguageModel):
+    """A draft model that has half of the target's vocabulary, under other ids."""
+    draft = LanguageModel(*hash_lm(HashConfig(V // 2), seed=5), Bytes(V // 2, 48))
+    return drafters.translate(draft, lm._replace(tokenizer=Bytes(V, 40)), 3)
+
+
+STUDENTS = {
+    "medusa": MedusaConfig(32, V, 2), "eagle": HEAD, "mtp": MTPConfig(CONFIG, (1,)),
+    "dflash": DFlashConfig(CONFIG, (0, 1), 0, 3),
+}  # fmt: skip
+
 WAYS = {
     "draft model": lambda lm: {"temperature": 1.0, "drafter": drafters.model(close(lm), lm, 3)},
     "tree": lambda lm: {"temperature": 1.0, "drafter": eagle(HEAD, head(), lm, tree=tree.kary(2, 2))},
     "cascade": lambda lm: {"drafter": drafters.cascade(drafters.ngram(2, min_ngram=1), drafters.recycling(lm, 2))},
+    "medusa": lambda lm: {"drafter": trained("medusa", lm, tree=tree.kary(2, 2))},
+    "mtp": lambda lm: {"temperature": 1.0, "drafter": trained("mtp", lm)},
+    "dflash": lambda lm: {"temperature": 1.0, "drafter": trained("dflash", lm)},
+    "lookahead": lambda lm: {"drafter": drafters.lookahead(width=2, ngram=3, candidates=2, keys=64)},
+    "translate": lambda lm: {"temperature": 1.0, "drafter": translated(lm)},
 }
 
 
@@ -65,13 +98,17 @@ def expected(way):
     return decoded(alone(), way)
 
 
-CHOSEN = [*(("draft model", shape) for shape in MESHES), ("tree", (2, 4)), ("cascade", (2, 4))]
+CHOSEN = [
+    *(("draft model", shape) for shape in MESHES), ("tree", (2, 4)), ("cascade", (2, 4)), ("medusa", (2, 4)),
+    ("mtp", (1, 8)), ("dflash", (8, 1)), ("lookahead", (8, 1)), ("translate", (2, 4)),
+]  # fmt: skip
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("way, shape", CHOSEN)
 def test_a_mesh_decodes_the_same(way, shape):
-    """Draft model and its cache in parts too, drawn chains; trees of a head that every device has; lookups."""
+    """Draft model and its cache in parts too, drawn chains; trees of a head that every device has; lookups; every
+    other source on one mesh of eight."""
     lm = sharding.place(sharding.make_mesh(*shape), alone())
     assert parts(lm.params["layers"][0]["qkv"]) == {(96 // shape[1], 32)}
     out = decoded(lm, way)
@@ -154,11 +191,6 @@ def test_slots_on_a_mesh_say_the_same(shape, rule, temperature, monkeypatch):
 
 # --- training
 
-STUDENTS = {
-    "medusa": MedusaConfig(32, V, 2), "eagle": HEAD, "mtp": MTPConfig(CONFIG, (1,)),
-    "dflash": DFlashConfig(CONFIG, (0, 1), 0, 3),
-}  # fmt: skip
-
 
 def together(losses, params, given, batch, key):
     """Students side by side: one program, one reading of the target."""
@@ -185,14 +217,20 @@ def learnt(lm, mesh=None):
     return trainer.fit(loss, params, batches, settings, given=lm.params, mesh=mesh, progress=False)
 
 
+@functools.cache
+def learnt_alone():
+    return learnt(alone())
+
+
 @pytest.mark.full
-def test_every_student_learns_the_same_on_a_mesh():
-    mesh = sharding.make_mesh(2, 4)
-    here, there = learnt(alone()), learnt(sharding.place(mesh, alone()), mesh)
+@pytest.mark.parametrize("shape", MESHES[1:])
+def test_every_student_learns_the_same_on_a_mesh(shape):
+    mesh = sharding.make_mesh(*shape)
+    here, there = learnt_alone(), learnt(sharding.place(mesh, alone()), mesh)
     for name in ("loss", "gradient_norm", "draft model", *STUDENTS):
         assert here.history[name][0] != here.history[name][-1]
         np.testing.assert_allclose(there.history[name], here.history[name], rtol=1e-5, err_msg=name)
     for ours, theirs in zip(jax.tree.leaves(there.params), jax.tree.leaves(here.params), strict=True):
         np.testing.assert_allclose(ours, theirs, atol=1e-6)
     for name in ("eagle", "draft model"):
-        assert parts(there.params[name]["layers"][0]["o"]) == {(32, 8)}
+        assert parts(there.params[name]["layers"][0]["o"]) == {(32, 32 // shape[1])}
