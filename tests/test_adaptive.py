@@ -198,13 +198,14 @@ def test_a_stream_says_what_generate_says_with_one_program_and_one_transfer_per_
 
 
 @pytest.mark.full
-def test_a_mesh_chooses_the_same():
-    """Rows on eight devices, which all must choose the same tier: its sums are of whole numbers."""
+@pytest.mark.parametrize("shape", [(8, 1), (2, 4)])
+def test_a_mesh_chooses_the_same(shape):
+    """Rows on several devices, which all must choose the same tier: its sums are of whole numbers."""
     sharded = importlib.import_module("tests.test_sharding")
     options = sharded.options() | {"drafter": drafters.ngram(4, min_ngram=1), "adaptive": policy(tiers=(0, 4))}
     alone, split = (
         specjax.generate(lm, sharded.PROMPTS, **options)
-        for lm in (sharded.alone(), sharding.place(sharding.make_mesh(8, 1), sharded.alone()))
+        for lm in (sharded.alone(), sharding.place(sharding.make_mesh(*shape), sharded.alone()))
     )
     assert alone.tokens == split.tokens == sharded.text()
     jax.tree.map(np.testing.assert_array_equal, alone.stats.counts, split.stats.counts)
