@@ -14,6 +14,7 @@ import numpy as np
 from specjax import loop, noise, options, processes, request
 from specjax import slots as compiled
 from specjax.accept import Rule
+from specjax.adaptive import Policy
 from specjax.models.language_model import LanguageModel, checked
 from specjax.queued import Event, Job, Sizes, jobs, joined, own_limits, own_sampling
 from specjax.request import Request
@@ -23,7 +24,8 @@ from specjax.slots import Reading, Slots, Step
 from specjax.static import show, whole
 from specjax.types import Drafter, Text
 
-FIXED = ("drafter", "rule", "logprobs", "prefill_chunk")  # options of `generate` that an Engine has once and for all
+# Options of `generate` that an Engine has once and for all.
+FIXED = ("drafter", "rule", "logprobs", "prefill_chunk", "adaptive")
 
 
 class Engine:
@@ -57,7 +59,7 @@ class Engine:
         max_stop_sequences: int = 4,
         max_stop_tokens: int = 8,
         max_biases: int = 32,
-        adaptive: bool = False,
+        adaptive: bool | Policy = False,
     ):
         """Allocates the slots.
 
@@ -72,26 +74,25 @@ class Engine:
           max_eos_ids: most ids that end a text, per request.
           max_stop_sequences, max_stop_tokens: most token sequences that end a text, and tokens of the longest.
           max_biases: most tokens with a bias or ban.
-          adaptive: only False: rows come and go, and `specjax.generate` without slots chooses for a whole batch.
+          adaptive: as for `specjax.generate`: before every round one number of draft tokens for all slots, by what a
+            batch of that many rows costs. What past texts accepted counts for those that follow.
 
         Raises:
           ValueError: an argument that cannot be honoured; names it, its value and the remedy.
         """
-        if adaptive is not False and adaptive is not None:
-            raise ValueError(f"adaptive={show(adaptive)}: rows come and go, which no policy follows; leave it out, or "
-                             "use specjax.generate without slots")
+        self.slots = whole("slots", slots, 1, "; 4 to 64 is usual")
         self._lm, self._drafter = checked("lm", lm), drafter  # the programs hold their functions weakly
         self._fixed: dict[str, Any] = {
             "drafter": drafter, "rule": rule, "logprobs": logprobs, "prefill_chunk": prefill_chunk
         }  # fmt: skip
-        made = request.make(lm, [[0]], max_new_tokens=0, on_capacity="truncate", **self._fixed)
+        rows = [[0]] * self.slots  # of no text: what is asked for is the program, and the costs of so many rows
+        made = request.make(lm, rows, max_new_tokens=0, on_capacity="truncate", adaptive=adaptive, **self._fixed)
         assert made is not None
         if made.host is not None:
             raise ValueError(
                 "drafter runs Python between rounds, as drafters.host and drafters.retokenize do, which slots cannot: "
                 "use specjax.generate without slots, or a drafter that is compiled"
             )
-        self.slots = whole("slots", slots, 1, "; 4 to 64 is usual")
         self.capacity = whole("capacity", capacity, 1, "; the tokens of the longest text")
         limit = min((x for x in (lm.model.context_length, made.program.drafter.context_length) if x), default=None)
         if limit is not None and self.capacity > limit:
@@ -104,7 +105,7 @@ class Engine:
             whole("max_eos_ids", max_eos_ids, 1), whole("max_stop_sequences", max_stop_sequences, 1),
             whole("max_stop_tokens", max_stop_tokens, 1), whole("max_biases", max_biases, 1),
         )  # fmt: skip
-        self._state = self._empty()
+        self._state = self._empty(made)
         self._ends = jnp.asarray(options.padded_ids(options.eos(lm.eos_ids, lm.model.vocab_size)))
         self._jobs: list[Job | None] = [None] * self.slots
         self._dropped = np.zeros(self.slots, bool)
@@ -114,14 +115,14 @@ class Engine:
         self._events: list[Event] = []  # not yet returned
         self._count = 0
 
-    def _empty(self) -> Slots:
+    def _empty(self, made: Request) -> Slots:
         rows, vocab, sizes = self.slots, self._lm.model.vocab_size, self._sizes
         compiled.check_rows(self._program, self._weights, sizes.width)
         text = Text(jnp.zeros((rows, sizes.width), jnp.int32), jnp.ones(rows, jnp.int32), jnp.ones(rows, jnp.int32))
         keys = jax.random.key_data(noise.row_keys([0] * rows))
         given = jax.device_get((options.make_sampling(rows, vocab), no_limits(0, rows)))
         asked = jax.tree.map(jnp.asarray, (own_sampling(given[0], sizes, vocab), own_limits(given[1], sizes)))
-        return compiled.empty(self._program.prefill(), self._weights, text, keys, *asked)
+        return compiled.empty(self._program.prefill(), self._weights, text, keys, made.first_pace(), *asked)
 
     # --- what can be seen
 
@@ -146,7 +147,7 @@ class Engine:
         Args:
           prompt: a string, token ids, or a conversation with chat=True.
           **options: those of `specjax.generate` for one prompt: max_new_tokens, seed, eos_ids, stop, chat, on_capacity,
-            and the sampling options. n is 1; drafter, rule, logprobs and prefill_chunk are the engine's.
+            and the sampling options. n is 1; drafter, rule, logprobs, prefill_chunk and adaptive are the engine's.
 
         Raises:
           ValueError: an option or prompt that cannot be honoured; a text that may outgrow the capacity; more end ids,

@@ -14,7 +14,7 @@ from specjax.models.language_model import LanguageModel, checked
 from specjax.request import Request
 from specjax.result import Detokenizer, Generation, StopStrings, reasons
 from specjax.round import RUNNING, STOP, State
-from specjax.static import show, whole
+from specjax.static import whole
 from specjax.stats import Counts, Stats
 from specjax.types import Drafter
 
@@ -69,7 +69,7 @@ def generate(
         `specjax.Adaptive` by measured costs, decoding plainly where drafts do not pay; `specjax.Heuristic` and
         `specjax.Fixed` to compare. The first use with a model, drafter and batch size on a machine compiles what is
         measured, seconds for a small model, minutes for one of many layers on a CPU: see `specjax.theory.cost_model`.
-        Laws do not change; under "rejection" and "block" draws may. Not with slots, nor with drafters that need Python.
+        Laws do not change; under "rejection" and "block" draws may. Not with drafters that need Python.
       **sampling: temperature (default 0, greedy), top_k, top_p, min_p, repetition_penalty, presence_penalty,
         frequency_penalty, logit_bias, banned_tokens, min_new_tokens; each one value, or one per prompt. See
         `specjax.make_sampling`. The same law holds with and without a drafter.
@@ -80,19 +80,19 @@ def generate(
     """
     if slots is not None:
         slots = whole("slots", slots, 1, "; None decodes all prompts at once")
-        if adaptive is not False and adaptive is not None:
-            raise ValueError(f"adaptive={show(adaptive)} with slots={slots}: rows come and go, give one of the two")
     made = request.make(
         lm, prompts, drafter=drafter, rule=rule, max_new_tokens=max_new_tokens, seed=seed, n=n, chat=chat,
         eos_ids=eos_ids, stop=stop, logprobs=logprobs, on_capacity=on_capacity, prefill_chunk=prefill_chunk,
-        adaptive=adaptive, **sampling,
+        adaptive=adaptive if slots is None else False, **sampling,  # with slots, for as many rows as they are
     )  # fmt: skip
     if made is None:
         depth = 0 if drafter is None else drafter.num_draft_tokens
         empty = [] if logprobs else None
         return Generation([], [], [], empty, empty, Stats(jax.tree.map(np.asarray, Counts.zeros(0, depth))))
     if slots is not None:
-        fixed = {"drafter": drafter, "rule": rule, "logprobs": logprobs, "prefill_chunk": made.chunk}
+        fixed = {
+            "drafter": drafter, "rule": rule, "logprobs": logprobs, "prefill_chunk": made.chunk, "adaptive": adaptive,
+        }  # fmt: skip
         served = engine.for_request(lm, made, slots, **fixed)
         return served.finish(served.submit(made))
     if made.stop_strings or made.host is not None:

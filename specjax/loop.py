@@ -5,6 +5,7 @@ by value, else weakly (see `specjax.static`); weights are always arguments, so a
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -98,7 +99,7 @@ cut = jax.jit(truncate, donate_argnums=0)
 
 
 def _round(program: Program, weights: Weights, state: State, sampling: Sampling, limits: Limits):
-    drafter, policy = _drafter(program, weights), program.policy
+    drafter = _drafter(program, weights)
 
     def run(state: State, size: int | None) -> tuple[State, Round]:
         return round(
@@ -106,25 +107,38 @@ def _round(program: Program, weights: Weights, state: State, sampling: Sampling,
             logprobs=program.logprobs,
         )  # fmt: skip
 
-    if policy is None:
+    new, info = play(program, drafter, state, run)
+    return learn(program, state, new, info), info
+
+
+def play(program: Program, drafter: Drafter, state: State, run: Callable[..., tuple[State, Round]]):
+    """``run(state, num_draft_tokens) -> (state, info)`` with as many draft tokens as the policy chooses, one branch for
+    each of its sizes; info is as wide as the largest. Without a policy None are asked for: the drafter's own number."""
+    if program.policy is None:
         return run(state, None)
-    sizes, tier = policy.sizes, policy.choose(state.pace)
-    before = state
+    sizes, tier = program.policy.sizes, program.policy.choose(state.pace)
     state = state._replace(drafter=catch_up(drafter, state.drafter, jnp.asarray(sizes, jnp.int32)[tier] > 0))
     blank = jax.eval_shape(lambda state: run(state, sizes[-1])[1], state)
     carry = (state, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), blank))
     for index, size in enumerate(sizes):
 
-        def play(carry, size=size):
+        def branch(carry, size=size):
             new, info = run(carry[0], size)
             return new, pad(info, 1 + sizes[-1])
 
-        carry = once(tier == index, play, carry)
-    state, info = carry
+        carry = once(tier == index, branch, carry)
+    return carry
+
+
+def learn(program: Program, before: State, state: State, info: Round) -> State:
+    """``state``, whose policy knows what came of the round that `play` ran from ``before``. Rows that have finished
+    since are not looked at: their blocks were cut."""
+    if program.policy is None:
+        return state
     going = (before.finish == RUNNING) & (state.finish == RUNNING)
     proposed = state.counts.proposed - before.counts.proposed
-    outcome = Outcome(tier, info.nodes, proposed, info.num_accepted, going)
-    return sharding.settled(program.model.layout, state._replace(pace=policy.update(before.pace, outcome))), info
+    outcome = Outcome(program.policy.choose(before.pace), info.nodes, proposed, info.num_accepted, going)
+    return sharding.settled(program.model.layout, state._replace(pace=program.policy.update(before.pace, outcome)))
 
 
 def _record(record: Logprobs, text: Text, info: Round) -> Logprobs:

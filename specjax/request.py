@@ -44,8 +44,12 @@ class Request(NamedTuple):
     def start(self) -> State:
         """The state after prefill."""
         state = loop.start(self.program.prefill(), self.weights, self.text, self.keys, self.limits, chunk=self.chunk)
+        return state._replace(pace=self.first_pace())
+
+    def first_pace(self) -> PyTree:
+        """``pace`` on the devices."""
         layout = self.program.model.layout
-        return state._replace(pace=sharding.spread(layout and layout.mesh, jax.tree.map(jnp.asarray, self.pace)))
+        return sharding.spread(layout and layout.mesh, jax.tree.map(jnp.asarray, self.pace))
 
 
 def make(

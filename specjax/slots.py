@@ -15,12 +15,13 @@ import jax.numpy as jnp
 from jax import lax
 
 from specjax import sharding, tree
-from specjax.loop import Program, Weights
+from specjax.loop import Program, Weights, learn, play
 from specjax.round import (
     LENGTH,
     RUNNING,
     STOP,
     Limits,
+    Round,
     State,
     feature_shape,
     inside,
@@ -102,7 +103,8 @@ def read(program: Program, weights: Weights, reading: Reading, index: Array, *, 
 
 @functools.partial(jax.jit, static_argnames=("layout",), donate_argnames=("slots",))
 def insert(slots: Slots, slot: Array, fresh: Slots, *, layout: sharding.Layout | None = None) -> Slots:
-    """``slots`` with the one row of ``fresh`` in ``slot []``; whatever was there is gone."""
+    """``slots`` with the one row of ``fresh`` in ``slot []``; whatever was there is gone. The pace is of all rows."""
+    fresh = fresh._replace(state=fresh.state._replace(pace=slots.state.pace))
     return _settled(layout, jax.tree.map(functools.partial(_put, slot), slots, fresh))
 
 
@@ -132,9 +134,14 @@ def step(program: Program, weights: Weights, slots: Slots, dropped: Array, ends:
     sampling = _endless(slots.sampling, left, program.model.vocab_size)
     limits = slots.limits._replace(stop_sequences=jnp.full((1, 1), -1, jnp.int32))
     drafter = _shortened(_drafter(program, weights), left, ends)
-    new, info = round(
-        program.model, weights.target, drafter, program.rule, old, sampling, limits, logprobs=program.logprobs
-    )
+
+    def run(state: State, size: int | None) -> tuple[State, Round]:
+        return round(
+            program.model, weights.target, drafter, program.rule, state, sampling, limits, num_draft_tokens=size,
+            logprobs=program.logprobs,
+        )  # fmt: skip
+
+    new, info = play(program, drafter, old, run)
     stops = jax.vmap(_row_stops)(old.text, slots.sampling.eos_ids, slots.limits.stop_sequences, info.tokens)
     width = info.tokens.shape[1]
     first = jnp.min(jnp.where(stops, jnp.arange(width, dtype=jnp.int32)[None], width), axis=1)
@@ -142,6 +149,7 @@ def step(program: Program, weights: Weights, slots: Slots, dropped: Array, ends:
     count = jnp.where(stopped, first + 1, info.count)
     new = new._replace(counts=_cut(old.counts, new.counts, count))
     new = truncate(new, old.text.lengths + count, jnp.where(stopped, jnp.int32(STOP), new.finish))
+    new = learn(program, old, new, info)
     return _settled(program.model.layout, slots._replace(state=new)), Step(
         info.tokens, count, jnp.minimum(count, info.num_accepted), info.raw_logprobs, info.warped_logprobs, new.finish,
         new.counts,
@@ -203,9 +211,11 @@ def _cut(before: Counts, after: Counts, count: Array) -> Counts:
     )
 
 
-def empty(program: Program, weights: Weights, text: Text, key_data: Array, sampling: Sampling, limits: Limits) -> Slots:
+def empty(
+    program: Program, weights: Weights, text: Text, key_data: Array, pace: PyTree, sampling: Sampling, limits: Limits
+) -> Slots:
     """Slots without a request; every text is one token long."""
-    state = begin(program, weights, text, key_data).state
+    state = begin(program, weights, text, key_data).state._replace(pace=pace)
     slots = Slots(state._replace(finish=jnp.full(text.lengths.shape, LENGTH, jnp.int32)), sampling, limits)
     layout = program.model.layout
     return slots if layout is None else jax.jit(_settled, static_argnums=0)(layout, slots)

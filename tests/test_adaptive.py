@@ -256,8 +256,8 @@ def test_arrays_and_lists_are_welcome_as_settings():
 
 
 def test_what_cannot_be_adaptive_is_refused():
-    with pytest.raises(ValueError, match="adaptive=True with slots=2"):
-        run("ngram", 4, adaptive=True, slots=2)
+    with pytest.raises(ValueError, match="adaptive='fast': give"):
+        run("ngram", 4, adaptive="fast", slots=2)
     python = drafters.host(lambda rows: [[1]] * len(rows), 4)
     with pytest.raises(ValueError, match="adaptive=True: this drafter drafts in Python"):
         specjax.generate(target(), PROMPTS[0], drafter=python, adaptive=True)
@@ -265,8 +265,11 @@ def test_what_cannot_be_adaptive_is_refused():
         specjax.generate(target(), PROMPTS[0], adaptive=True)
     with pytest.raises(ValueError, match="adaptive=True without a drafter"):
         specjax.generate(target(), PROMPTS[0], adaptive=True, drafter=specjax.plain())
-    with pytest.raises(ValueError, match="adaptive=True: rows come and go"):
+    with pytest.raises(ValueError, match="adaptive=True without a drafter"):
         specjax.Engine(target(), slots=1, capacity=8, adaptive=True)
+    served = specjax.Engine(target(), slots=1, capacity=8, drafter=draft_source("ngram", 2))
+    with pytest.raises(TypeError, match="adaptive is fixed when an Engine is made"):
+        served.insert([1], adaptive=True)
     few = CostModel((0, 2), (1.0, 1.0), (0.0, 0.0))
     with pytest.raises(ValueError, match=r"are of 0..2 draft tokens, not of 4: give tiers of at most 2"):
         checked(Adaptive(costs=few), 4)

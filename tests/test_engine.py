@@ -14,6 +14,7 @@ import specjax
 from specjax import drafters, parity
 from specjax import slots as compiled
 from specjax.round import RUNNING
+from specjax.theory import CostModel
 from tests.small import BUDGET, CAPACITY, EOS, PROMPTS, V, draft_source, oracle, position_lm, target
 from tests.test_smollm2 import prompts as real_prompts
 
@@ -101,6 +102,35 @@ def test_a_request_says_in_any_company_what_it_says_alone():
     for number, id in enumerate(ids):
         assert_is(results[id], number)
     assert {result.finish_reasons[0] for result in results.values()} == {"stop", "length"}
+
+
+def unsteady(costs=(2.2, 0.2)):
+    """A policy that drafts until it has lost what it may lose, then decodes plainly until it has gained enough."""
+    return specjax.Adaptive(tiers=(0, 3), costs=CostModel((0, 3), (1.0, costs[0]), (0.0, costs[1])))
+
+
+def test_slots_draft_as_many_tokens_as_pay_and_say_the_same():
+    """Rows come while others decode plainly, and their drafter reads late; the tier is of all rows."""
+    served, tiers = engine(adaptive=unsteady()), []
+    ids = [served.insert(prompt, **options) for prompt, options in REQUESTS]
+    results = {}
+    while len(results) < len(ids):
+        tiers.append(int(served._state.state.pace.tier))
+        results |= {event.id: event.result for event in served.step() if event.result is not None}
+    for number, id in enumerate(ids):
+        assert_same(results[id], expected()[number], counts=False)
+    assert {*tiers} == {0, 1} and tiers[-8:] != tiers[:8]
+
+
+@pytest.mark.full
+def test_one_slot_drafts_in_the_rounds_in_which_generate_does():
+    options = {"max_new_tokens": BUDGET, "temperature": 1.0, "seed": 3, "adaptive": unsteady()}
+    wanted = alone(LONG, **options)
+    served = engine(slots=1, adaptive=options.pop("adaptive"))
+    served.insert(LONG, **options)
+    assert_same(drain(served)[0], wanted)
+    judged = wanted.stats.counts.judged_at[0]
+    assert 0 < judged[0] < wanted.stats.rounds  # some rounds drafted, some did not
 
 
 def test_order_of_insertion_does_not_matter():

@@ -176,12 +176,13 @@ JUDGED = [((1, 1), "match", 1.0), ((8, 1), "block", 0.0), ((1, 8), "rejection", 
 
 @pytest.mark.parametrize("shape, rule, temperature", quick((1, 8), *JUDGED))
 def test_slots_on_a_mesh_say_the_same(shape, rule, temperature, monkeypatch):
-    """`Engine` behind ``slots=``, with a draft model whose cache lies where the target's does."""
+    """`Engine` behind ``slots=``, with a draft model whose cache lies where the target's does; once in tiers."""
     made, for_request = [], engine.for_request
     monkeypatch.setattr(engine, "for_request", lambda *args, **how: made.append(for_request(*args, **how)) or made[0])
     lm = sharding.place(sharding.make_mesh(*shape), alone())
-    drafter = drafters.model(close(lm), lm, 2)._replace(widths=())
+    drafter, policy = drafters.model(close(lm), lm, 2)._replace(widths=()), Heuristic((1, 2)) if shape[0] > 1 else False
     how = {"max_new_tokens": 10, "prefill_chunk": 8, "slots": 8, "rule": rule, "temperature": temperature}
+    how["adaptive"] = policy
     out = specjax.generate(lm, [*PROMPTS, *PROMPTS[:2]], seed=[*range(8), 0, 1], drafter=drafter, **how)
     assert out.tokens == plain(temperature) + plain(temperature)[:2]
     state = made[0]._state.state
