@@ -27,8 +27,8 @@ class Outcome(NamedTuple):
     tier: Array  # [] int32, index into the policy's sizes
     nodes: Array  # [] int32, draft nodes in the window that the target read: at most the tier's, 0 if none were valid
     proposed: Array  # [B] int32 valid draft nodes
-    accepted: Array  # [B] int32
-    going: Array  # [B] bool: the row took part and goes on, so its block was not cut by an end
+    accepted: Array  # [B] int32, of those that were emitted
+    emitted: Array  # [B] int32: one more than accepted, unless an end cut the block; 0 in rows that took no part
 
 
 class Pace(NamedTuple):
@@ -120,8 +120,8 @@ class Adaptive:
         tier, depth = outcome.tier, jnp.arange(self.sizes[-1], dtype=jnp.int32)[None]
         here = jnp.arange(len(self.sizes), dtype=jnp.int32) == tier
         found = outcome.nodes > 0
-        reached = outcome.going[:, None] & (outcome.accepted[:, None] >= depth)
-        passed = outcome.going[:, None] & (outcome.accepted[:, None] > depth)
+        reached = outcome.emitted[:, None] > depth
+        passed = outcome.accepted[:, None] > depth
         tried = here[:, None] & found & (depth < jnp.asarray(self.sizes, jnp.int32)[:, None])
 
         def add(old: Array, rows: Array) -> Array:
@@ -131,10 +131,9 @@ class Adaptive:
         took = pace.draft[tier] + pace.verify[outcome.nodes]
         # A round in which nothing was found to propose is a plain one: only the search is charged to the tier.
         charged = jnp.where(found, took, pace.draft[tier])
-        going = jnp.sum(outcome.going, dtype=jnp.int32)
-        emitted = going + jnp.sum(jnp.where(outcome.going, outcome.accepted, 0), dtype=jnp.int32)
-        each = emitted.astype(jnp.float32) / jnp.maximum(going, 1).astype(jnp.float32)
-        paid = jnp.where(going > 0, each * (1 + self.max_loss) - took, 0.0)
+        emitted, took_part = (jnp.sum(x, dtype=jnp.int32) for x in (outcome.emitted, outcome.emitted > 0))
+        each = emitted.astype(jnp.float32) / jnp.maximum(took_part, 1).astype(jnp.float32)
+        paid = jnp.where(took_part > 0, each * (1 + self.max_loss) - took, 0.0)
         pace = pace._replace(
             judged=add(pace.judged, reached),
             accepted=add(pace.accepted, passed),
@@ -212,7 +211,8 @@ class Heuristic:
 
     def update(self, wanted: Array, outcome: Outcome) -> Array:
         """After a round."""
-        everything = jnp.all((outcome.accepted >= outcome.proposed) | ~outcome.going) & (outcome.nodes > 0)
+        most = jnp.minimum(outcome.proposed, outcome.emitted)  # of a block that an end cut
+        everything = jnp.all(outcome.accepted >= most) & jnp.any(most > 0)
         return jnp.clip(wanted + jnp.where(everything, 2, -1), 1, self.sizes[-1]).astype(jnp.int32)
 
 

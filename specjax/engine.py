@@ -37,7 +37,7 @@ class Engine:
 
     The text of a request depends on its prompt, seed and options, as with `specjax.generate`: never on its slot, on
     its neighbours or on when it was inserted. Greedy (float32) and under rule "match" it is the text of `generate`,
-    token for token; the other rules keep its law.
+    token for token; the other rules keep its law, and with ``adaptive`` that is all that they keep.
 
         engine = specjax.Engine(lm, slots=8, capacity=512, drafter=specjax.drafters.ngram())
         engine.insert("Why is the sky blue?", chat=True, max_new_tokens=64)
@@ -85,9 +85,7 @@ class Engine:
         self._fixed: dict[str, Any] = {
             "drafter": drafter, "rule": rule, "logprobs": logprobs, "prefill_chunk": prefill_chunk
         }  # fmt: skip
-        rows = [[0]] * self.slots  # of no text: what is asked for is the program, and the costs of so many rows
-        made = request.make(lm, rows, max_new_tokens=0, on_capacity="truncate", adaptive=adaptive, **self._fixed)
-        assert made is not None
+        made = self._nothing(1)
         if made.host is not None:
             raise ValueError(
                 "drafter runs Python between rounds, as drafters.host and drafters.retokenize do, which slots cannot: "
@@ -97,7 +95,6 @@ class Engine:
         limit = min((x for x in (lm.model.context_length, made.program.drafter.context_length) if x), default=None)
         if limit is not None and self.capacity > limit:
             raise ValueError(f"capacity={self.capacity}: texts of this model and drafter have at most {limit} tokens")
-        self._program, self._weights = made.program, made.weights
         longest = self.capacity + 1 + made.program.drafter.num_draft_tokens
         self._chunk = min(int(prefill_chunk), loop.capacity(longest, 1))
         self._sizes = Sizes(
@@ -105,6 +102,9 @@ class Engine:
             whole("max_eos_ids", max_eos_ids, 1), whole("max_stop_sequences", max_stop_sequences, 1),
             whole("max_stop_tokens", max_stop_tokens, 1), whole("max_biases", max_biases, 1),
         )  # fmt: skip
+        compiled.check_rows(made.program, made.weights, self._sizes.width)
+        made = self._nothing(self.slots, adaptive=adaptive)  # last, for it may measure
+        self._program, self._weights = made.program, made.weights
         self._state = self._empty(made)
         self._ends = jnp.asarray(options.padded_ids(options.eos(lm.eos_ids, lm.model.vocab_size)))
         self._jobs: list[Job | None] = [None] * self.slots
@@ -115,9 +115,16 @@ class Engine:
         self._events: list[Event] = []  # not yet returned
         self._count = 0
 
+    def _nothing(self, rows: int, **policy: Any) -> Request:
+        """A request for no text: what is asked for is the program, and the costs of so many rows."""
+        made = request.make(
+            self._lm, [[0]] * rows, max_new_tokens=0, on_capacity="truncate", **self._fixed, **policy
+        )
+        assert made is not None
+        return made
+
     def _empty(self, made: Request) -> Slots:
         rows, vocab, sizes = self.slots, self._lm.model.vocab_size, self._sizes
-        compiled.check_rows(self._program, self._weights, sizes.width)
         text = Text(jnp.zeros((rows, sizes.width), jnp.int32), jnp.ones(rows, jnp.int32), jnp.ones(rows, jnp.int32))
         keys = jax.random.key_data(noise.row_keys([0] * rows))
         given = jax.device_get((options.make_sampling(rows, vocab), no_limits(0, rows)))
@@ -181,8 +188,10 @@ class Engine:
         if self._step is None:  # else an interrupt came between the last round and its result
             self._admit()
             if self.in_use:
-                dropped, self._dropped = self._dropped, np.zeros(self.slots, bool)
-                self._state, self._step = compiled.step(self._program, self._weights, self._state, dropped, self._ends)
+                self._state, self._step = compiled.step(
+                    self._program, self._weights, self._state, self._dropped, self._ends
+                )
+                self._dropped = np.zeros(self.slots, bool)  # only now: an interrupt must not forget them
         if self._step is not None:
             info, self._step = processes.fetch(self._step), None
             for slot, job in enumerate(self._jobs):

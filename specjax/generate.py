@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from specjax import adaptive as pacing
 from specjax import engine, loop, processes, request
 from specjax.accept import Rule, Typical
 from specjax.adaptive import Policy
@@ -51,7 +52,7 @@ def generate(
         drafters and numbers of draft tokens.
       max_new_tokens: one number, or one per prompt.
       seed: an int s gives row i the seed s + i; or one per row. Prompt and seed determine the text: alone, in any
-        batch, at any index.
+        batch, at any index (with ``adaptive``, whose choice is the batch's: greedy and under "match").
       n: samples per prompt; row i * n + j is sample j of prompt i.
       chat: apply the model's chat template.
       eos_ids: ids that end a text, default the model's; [] never stops.
@@ -85,8 +86,10 @@ def generate(
         eos_ids=eos_ids, stop=stop, logprobs=logprobs, on_capacity=on_capacity, prefill_chunk=prefill_chunk,
         adaptive=adaptive if slots is None else False, **sampling,  # with slots, for as many rows as they are
     )  # fmt: skip
+    depth = 0 if drafter is None else drafter.num_draft_tokens
+    if slots is not None:
+        pacing.checked(adaptive, depth)  # the engine does, but there may be no prompt
     if made is None:
-        depth = 0 if drafter is None else drafter.num_draft_tokens
         empty = [] if logprobs else None
         return Generation([], [], [], empty, empty, Stats(jax.tree.map(np.asarray, Counts.zeros(0, depth))))
     if slots is not None:

@@ -131,13 +131,13 @@ def play(program: Program, drafter: Drafter, state: State, run: Callable[..., tu
 
 
 def learn(program: Program, before: State, state: State, info: Round) -> State:
-    """``state``, whose policy knows what came of the round that `play` ran from ``before``. Rows that have finished
-    since are not looked at: their blocks were cut."""
+    """``state``, whose policy knows what came of the round that `play` ran from ``before``; of blocks that ends have
+    cut since, what is left."""
     if program.policy is None:
         return state
-    going = (before.finish == RUNNING) & (state.finish == RUNNING)
-    proposed = state.counts.proposed - before.counts.proposed
-    outcome = Outcome(program.policy.choose(before.pace), info.nodes, proposed, info.num_accepted, going)
+    proposed, emitted = (getattr(state.counts, name) - getattr(before.counts, name) for name in ("proposed", "emitted"))
+    accepted = jnp.minimum(info.num_accepted, emitted)
+    outcome = Outcome(program.policy.choose(before.pace), info.nodes, proposed, accepted, emitted)
     return sharding.settled(program.model.layout, state._replace(pace=program.policy.update(before.pace, outcome)))
 
 

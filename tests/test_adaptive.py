@@ -17,7 +17,7 @@ from specjax.drafters.late import DELAY, Late
 from specjax.round import RUNNING
 from specjax.theory import CostModel
 from tests.drafters import parallel_world as world
-from tests.small import PROMPTS, draft_source, run, target
+from tests.small import PROMPTS, V, draft_source, position_lm, run, target
 
 SIZES = (0, 2, 4)
 CHEAP = CostModel(SIZES, (1.0, 1.1, 1.2), (0.0, 0.1, 0.2))
@@ -48,9 +48,8 @@ def play(policy, accept, rounds=400, rows=1):
         sizes.append(policy.sizes[int(tier)])
         size, accepted = jnp.int32(sizes[-1]), np.broadcast_to(accept(i, sizes[-1]), rows)
         taken.append(accepted.mean())
-        outcome = Outcome(
-            jnp.int32(tier), size, jnp.full(rows, size), jnp.asarray(accepted, jnp.int32), jnp.ones(rows, bool)
-        )
+        accepted = jnp.asarray(accepted, jnp.int32)
+        outcome = Outcome(jnp.int32(tier), size, jnp.full(rows, size), accepted, accepted + 1)
         pace = update(still, pace, outcome)
         balance.append(float(pace.balance) if isinstance(pace, Pace) else 0.0)
     return sizes, balance, taken
@@ -113,20 +112,22 @@ def test_the_choice_stays_where_it_is_unless_another_is_faster_by_the_margin():
 
 def test_the_sum_over_rows_decides_and_not_their_order():
     rng, still = np.random.default_rng(3), policy(None)
-    accepted, going = rng.integers(0, 5, 16), rng.random(16) < 0.8
+    emitted = rng.integers(0, 6, 16)  # 0: no part in it
+    accepted = np.maximum(emitted - rng.integers(0, 2, 16), 0)  # all of them: an end cut the block
     start, four = policy().init(), jnp.full(16, 4, jnp.int32)
+    rows = jnp.asarray([accepted, emitted], jnp.int32)
     paces = [
-        update(still, start, Outcome(jnp.int32(2), jnp.int32(4), four, jnp.asarray(accepted[o]), jnp.asarray(going[o])))
-        for o in (np.arange(16), rng.permutation(16))
+        update(still, start, Outcome(jnp.int32(2), jnp.int32(4), four, *rows[:, order]))
+        for order in (np.arange(16), rng.permutation(16))
     ]
     jax.tree.map(np.testing.assert_array_equal, *paces)
-    np.testing.assert_array_equal(paces[0].judged[2], [np.sum((accepted >= depth) & going) for depth in range(4)])
-    np.testing.assert_array_equal(paces[0].accepted[2], [np.sum((accepted > depth) & going) for depth in range(4)])
+    np.testing.assert_array_equal(paces[0].judged[2], [np.sum(emitted > depth) for depth in range(4)])
+    np.testing.assert_array_equal(paces[0].accepted[2], [np.sum(accepted > depth) for depth in range(4)])
 
 
 def test_rounds_in_which_nothing_was_found_cost_the_search_alone():
     still, start = policy(None), policy().init()
-    nothing, one = jnp.zeros(1, jnp.int32), jnp.ones(1, bool)
+    nothing, one = jnp.zeros(1, jnp.int32), jnp.ones(1, jnp.int32)
     after = update(still, start, Outcome(jnp.int32(2), jnp.int32(0), nothing, nothing, one))
     assert float(jnp.sum(after.judged)) == 0 == float(after.rounds[2])
     np.testing.assert_allclose([after.spent[2], after.balance], [0.2, 2 - 0.2 + 0.01], rtol=1e-5)
@@ -255,6 +256,14 @@ def test_arrays_and_lists_are_welcome_as_settings():
         made.init()
 
 
+def test_an_engine_measures_after_all_is_checked(monkeypatch):
+    monkeypatch.setattr(request, "cost_model", None)  # not to be called
+    for wrong in ({"capacity": 0}, {"max_biases": -1}, {"capacity": 99}):
+        given = {"capacity": 40, "drafter": draft_source("ngram", 2), "slots": 2, "adaptive": True, **wrong}
+        with pytest.raises(ValueError, match=next(iter(wrong))):
+            specjax.Engine(position_lm(np.zeros((8, V)), context_length=64), **given)
+
+
 def test_what_cannot_be_adaptive_is_refused():
     with pytest.raises(ValueError, match="adaptive='fast': give"):
         run("ngram", 4, adaptive="fast", slots=2)
@@ -270,6 +279,8 @@ def test_what_cannot_be_adaptive_is_refused():
     served = specjax.Engine(target(), slots=1, capacity=8, drafter=draft_source("ngram", 2))
     with pytest.raises(TypeError, match="adaptive is fixed when an Engine is made"):
         served.insert([1], adaptive=True)
+    with pytest.raises(ValueError, match=r"adaptive\.num_draft_tokens=9.*4"):
+        specjax.generate(target(), [], slots=2, drafter=draft_source("ngram", 4), adaptive=Fixed(9))
     few = CostModel((0, 2), (1.0, 1.0), (0.0, 0.0))
     with pytest.raises(ValueError, match=r"are of 0..2 draft tokens, not of 4: give tiers of at most 2"):
         checked(Adaptive(costs=few), 4)

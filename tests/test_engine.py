@@ -13,7 +13,7 @@ import pytest
 import specjax
 from specjax import drafters, parity
 from specjax import slots as compiled
-from specjax.round import RUNNING
+from specjax.round import LENGTH, RUNNING
 from specjax.theory import CostModel
 from tests.small import BUDGET, CAPACITY, EOS, PROMPTS, V, draft_source, oracle, position_lm, target
 from tests.test_smollm2 import prompts as real_prompts
@@ -120,6 +120,17 @@ def test_slots_draft_as_many_tokens_as_pay_and_say_the_same():
     for number, id in enumerate(ids):
         assert_same(results[id], expected()[number], counts=False)
     assert {*tiers} == {0, 1} and tiers[-8:] != tiers[:8]
+
+
+def test_texts_of_one_token_pay_for_one_token():
+    """The account is the engine's: no text is so short that drafts for it cost nothing."""
+    served, tiers = engine(adaptive=unsteady()), []
+    for prompt in PROMPTS * 5:
+        served.insert(prompt, max_new_tokens=1)
+    while served.in_use or served.waiting:
+        tiers.append(int(served._state.state.pace.tier))
+        served.step()
+    assert len(tiers) > 9 and sum(tiers) < 3
 
 
 @pytest.mark.full
@@ -319,22 +330,40 @@ def test_an_interrupted_step_loses_nothing(monkeypatch):
     while len(results) < 3:
         with contextlib.suppress(KeyboardInterrupt):
             results |= {event.id: event.result for event in served.step() if event.result is not None}
+    monkeypatch.undo()
     for id, number in zip(ids, (1, 5, 6)):
         assert_is(results[id], number)
+
+
+def test_an_interrupt_before_a_round_forgets_no_removal(monkeypatch):
+    served, step = engine(), compiled.step
+    ids = [served.insert(prompt, max_new_tokens=30) for prompt in PROMPTS[:2]]
+    while served.in_use < 2:
+        served.step()
+    served.remove(ids[1])
+
+    def interrupted(*args):
+        monkeypatch.setattr(compiled, "step", step)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(compiled, "step", interrupted)
+    for _ in range(2):
+        with contextlib.suppress(KeyboardInterrupt):
+            served.step()
+    assert np.asarray(served._state.state.finish)[:2].tolist() == [RUNNING, LENGTH]
 
 
 def test_a_row_goes_where_rows_are_counted():
     """Leading axis, the second axis of stacked layers, a single slot, typed keys."""
     rows = {"lead": jnp.zeros((3, 2)), "stacked": jnp.zeros((4, 3, 5)), "keys": specjax.row_keys([1, 2, 3])}
     row = {"lead": jnp.ones((1, 2)), "stacked": jnp.ones((4, 1, 5)), "keys": specjax.row_keys([9])}
-    out = compiled.insert(rows, np.int32(1), row)
+    out = jax.tree.map(functools.partial(compiled._put, np.int32(1)), rows, row)
     np.testing.assert_array_equal(out["lead"][:, 0], [0, 1, 0])
     np.testing.assert_array_equal(out["stacked"][:, :, 4], [[0, 1, 0]] * 4)
     np.testing.assert_array_equal(
         jax.random.key_data(out["keys"]), jax.random.key_data(specjax.row_keys([1, 9, 3]))
     )
-    single = compiled.insert({"lead": jnp.zeros((1, 2))}, np.int32(0), {"lead": jnp.ones((1, 2))})
-    np.testing.assert_array_equal(single["lead"], [[1, 1]])
+    np.testing.assert_array_equal(compiled._put(np.int32(0), jnp.zeros((1, 2)), jnp.ones((1, 2))), [[1, 1]])
 
 
 # --- every kind of drafter, and the real model
