@@ -10,6 +10,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.stamp
 WORKERS ?= 2
+REAL := tests/test_smollm2*.py
 LIBTPU ?= libtpu>=0.0.42
 
 .PHONY: venv demo test test-full libtpu lint clean
@@ -37,7 +38,8 @@ test: venv
 	$(BIN)/python -m pytest -n $(WORKERS) -q -m "not full"
 
 test-full: venv libtpu
-	$(BIN)/python -m pytest -n $(WORKERS) -q $(if $(AFTER_TEST),-m full)
+	$(BIN)/python -m pytest -n $(WORKERS) -q $(if $(AFTER_TEST),-m full) --ignore-glob='$(REAL)'
+	SPECJAX_TEST_FUSIONS=1 $(BIN)/python -m pytest -n $(WORKERS) -q $(if $(AFTER_TEST),-m full) $(REAL)
 	$(BIN)/python scripts/exactness_table.py
 
 # Beside the environment, not in it: an installed libtpu makes every program look for a TPU.

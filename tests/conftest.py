@@ -14,9 +14,11 @@ ROOT = Path(__file__).resolve().parent.parent
 PLATFORM = os.environ.get("SPECJAX_TEST_PLATFORM") or "cpu"
 os.environ["JAX_PLATFORMS"] = PLATFORM
 # Most of the time of the tests is compiling. Without LLVM's optimiser it takes a third less, and matrix products come
-# from a library anyhow; without MLIR for fusions a third less again.
+# from a library anyhow; without MLIR for fusions a third less again, but large programs then run longer
+# (SPECJAX_TEST_FUSIONS=1 keeps it).
 FLAGS = ["--xla_force_host_platform_device_count=8", "--xla_backend_optimization_level=0"]
-if version("jaxlib").startswith("0.10."):  # XLA ends a process that gives it a flag it does not know (any more)
+KNOWN = version("jaxlib").startswith("0.10.")  # XLA ends a process that gives it a flag it does not know (any more)
+if KNOWN and not os.environ.get("SPECJAX_TEST_FUSIONS"):
     FLAGS.append("--xla_cpu_use_fusion_emitters=false")
 for flag in FLAGS:
     if PLATFORM == "cpu" and flag.partition("=")[0] not in os.environ.get("XLA_FLAGS", ""):
