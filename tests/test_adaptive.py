@@ -163,8 +163,9 @@ def test_a_drafter_that_reads_late_knows_everything_when_it_drafts():
     counts = jax.tree.map(np.asarray, state.counts)
     assert counts.proposed.min() >= 8 and np.array_equal(counts.judged_at, counts.accepted_at)
     # And under the usual settings, still the same program: another drafter of the same shape, now and then wrong.
+    before = loop.compiled_programs()
     out = run("close", 4, prompts=PROMPTS[:2], max_new_tokens=[40, 20], adaptive=policy(tiers=(0, 4)))
-    assert loop.compiled_programs()["decode"] == before["decode"] + 1  # plain decoding's
+    assert loop.compiled_programs() == before
     assert out.tokens == [tokens[:size] for tokens, size in zip(plain, (40, 20))] and out.stats.accepted > 0
 
 

@@ -231,6 +231,9 @@ def test_generate_through_slots_is_generate():
     rows = [alone(prompts[i // 2], max_new_tokens=budgets[i // 2], seed=4 + i, **options) for i in range(12)]
     cut = rows[2].texts[0][3:6]
     options |= {"max_new_tokens": budgets, "seed": 4, "n": 2, "stop": [[9, 9], cut]}
+    first = engine()
+    first.insert(PROMPTS[0], max_new_tokens=2)
+    drain(first)
     with Compiled() as new:
         got = specjax.generate(target(), prompts, **options, **fixed, slots=SLOTS, prefill_chunk=8)
     for i, row in enumerate(rows):
