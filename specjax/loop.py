@@ -5,7 +5,6 @@ by value, else weakly (see `specjax.static`); weights are always arguments, so a
 """
 
 import functools
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -99,21 +98,22 @@ cut = jax.jit(truncate, donate_argnums=0)
 
 
 def _round(program: Program, weights: Weights, state: State, sampling: Sampling, limits: Limits):
-    drafter = _drafter(program, weights)
-
-    def run(state: State, size: int | None) -> tuple[State, Round]:
-        return round(
-            program.model, weights.target, drafter, program.rule, state, sampling, limits, num_draft_tokens=size,
-            logprobs=program.logprobs,
-        )  # fmt: skip
-
-    new, info = play(program, drafter, state, run)
+    new, info = play(program, weights.target, _drafter(program, weights), state, sampling, limits)
     return learn(program, state, new, info), info
 
 
-def play(program: Program, drafter: Drafter, state: State, run: Callable[..., tuple[State, Round]]):
-    """``run(state, num_draft_tokens) -> (state, info)`` with as many draft tokens as the policy chooses, one branch for
-    each of its sizes; info is as wide as the largest. Without a policy None are asked for: the drafter's own number."""
+def play(
+    program: Program, target: PyTree, drafter: Drafter, state: State, sampling: Sampling, limits: Limits
+) -> tuple[State, Round]:
+    """A round with as many draft tokens as the policy chooses, one branch for each of its sizes, and a `Round` as wide
+    as that of the largest; without a policy, with the drafter's own number. Then `learn`."""
+
+    def run(state: State, size: int | None) -> tuple[State, Round]:
+        return round(
+            program.model, target, drafter, program.rule, state, sampling, limits, num_draft_tokens=size,
+            logprobs=program.logprobs,
+        )  # fmt: skip
+
     if program.policy is None:
         return run(state, None)
     sizes, tier = program.policy.sizes, program.policy.choose(state.pace)

@@ -21,11 +21,9 @@ from specjax.round import (
     RUNNING,
     STOP,
     Limits,
-    Round,
     State,
     feature_shape,
     inside,
-    round,
     stops_of,
     truncate,
     window_seen,
@@ -134,14 +132,7 @@ def step(program: Program, weights: Weights, slots: Slots, dropped: Array, ends:
     sampling = _endless(slots.sampling, left, program.model.vocab_size)
     limits = slots.limits._replace(stop_sequences=jnp.full((1, 1), -1, jnp.int32))
     drafter = _shortened(_drafter(program, weights), left, ends)
-
-    def run(state: State, size: int | None) -> tuple[State, Round]:
-        return round(
-            program.model, weights.target, drafter, program.rule, state, sampling, limits, num_draft_tokens=size,
-            logprobs=program.logprobs,
-        )  # fmt: skip
-
-    new, info = play(program, drafter, old, run)
+    new, info = play(program, weights.target, drafter, old, sampling, limits)
     stops = jax.vmap(_row_stops)(old.text, slots.sampling.eos_ids, slots.limits.stop_sequences, info.tokens)
     width = info.tokens.shape[1]
     first = jnp.min(jnp.where(stops, jnp.arange(width, dtype=jnp.int32)[None], width), axis=1)
