@@ -26,12 +26,13 @@ def run(directory, count):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
+    others = [flag for flag in os.environ.get("XLA_FLAGS", "").split() if "device_count" not in flag]
     started = []
     for number in range(count):
         env = os.environ | {
             "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT), "SPECJAX_CACHE": str(ROOT / ".cache"),
             "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.3",
-            "XLA_FLAGS": os.environ["XLA_FLAGS"].replace("device_count=8", f"device_count={4 // count}"),
+            "XLA_FLAGS": " ".join([*others, f"--xla_force_host_platform_device_count={4 // count}"]),
         }  # fmt: skip
         if count > 1:
             env |= {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}", "JAX_NUM_PROCESSES": str(count),
